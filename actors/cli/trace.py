@@ -68,7 +68,7 @@ def show_rollout(
             raise ConfigError(f"--html {html}: cannot be written ({error.strerror}); name a file") from error
     if json is not None:
         known = {part: asdict(each) for part, each in typical.items()}
-        write_json({"rollout": asdict(row), "typical": known, "verdict": verdict and asdict(verdict)}, json)
+        write_json({"rollout": asdict(row), "typical": known, "verdict": verdict and verdict.to_json()}, json)
         return
     for line in waterfall_lines(row, typical, verdict):
         typer.echo(line)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -68,7 +69,7 @@ class Cohorts:
 
     def __init__(self, rows: Sequence[RolloutTime], *, of_recipe: bool = False) -> None:
         self.rows = rows
-        self.parts = sorted({part for row in rows for part in row.parts_s}, key=in_order)
+        self.parts = sorted(set(chain.from_iterable(row.parts_s for row in rows)), key=in_order)
         self.column = {part: place for place, part in enumerate(self.parts)}
         self.totals: Floats = np.array([row.total_s for row in rows], dtype=np.float64)
         self.finished = np.array([row.finished for row in rows], dtype=np.bool_)
@@ -80,11 +81,8 @@ class Cohorts:
     @cached_property
     def seconds(self) -> Floats:
         """Seconds of each part, of shape (rows, parts)."""
-        seconds = np.zeros((len(self.rows), len(self.parts)))
-        for place, row in enumerate(self.rows):
-            for part, value in row.parts_s.items():
-                seconds[place, self.column[part]] = value
-        return seconds
+        values = [row.parts_s.get(part, 0.0) for row in self.rows for part in self.parts]
+        return np.array(values, dtype=np.float64).reshape(len(self.rows), len(self.parts))
 
     def limits(self) -> tuple[Floats, Floats, Places]:
         """Return the median and the 95th percentile of each rollout's cohort, infinite where too few have ended, and

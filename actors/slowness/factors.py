@@ -18,6 +18,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from types import NoneType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -109,16 +112,18 @@ Carriers = dict[tuple[str, str], "Places"]
 def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
     """Return the places of the rollouts that have each (label, value), without values that too few rollouts have to be
     a factor. `tool_s` are the seconds of tools of each rollout."""
-    labels = [row.labels for row in rows]
+    names = tuple(dict.fromkeys(chain.from_iterable(row.labels for row in rows)))
+    # Row by row: there are far more rows than the processor's caches hold.
+    columns = dict(zip(names, zip(*(map(row.labels.get, names) for row in rows), strict=True), strict=True))
     carriers: Carriers = {}
-    for name in dict.fromkeys(name for some in labels for name in some):
-        values = [some.get(name) for some in labels]
+    for name, values in columns.items():
         if name in NUMBERS or name in COUNTS:
             carriers |= high_places(name, _numbers(values))
         elif name not in UNTESTED:
             carriers |= {(name, value): places for value, places in places_by_value(values).items()}
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = _numbers([some.get("cpu_s") for some in labels]) / np.where(tool_s > 0, tool_s, np.nan)
+        cpu_s = _numbers(columns.get("cpu_s", [None] * len(rows)))
+        shares = cpu_s / np.where(tool_s > 0, tool_s, np.nan)
     if (known := shares[np.isfinite(shares)]).size:
         limit = min(float(np.quantile(known, CPU_SHARE)), float(np.median(known)) / 2)
         carriers["cpu_share", "low"] = np.nonzero(shares <= limit)[0]
@@ -127,7 +132,9 @@ def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
 
 def _numbers(values: Sequence[Label | None]) -> Floats:
     """Return values as numbers; NaN where there is none."""
-    return np.array([each if isinstance(each, (int, float)) else math.nan for each in values], dtype=np.float64)
+    if not {*map(type, values)} <= {int, float, bool, NoneType}:
+        values = [each if isinstance(each, (int, float)) else math.nan for each in values]
+    return np.array(values, dtype=np.float64)
 
 
 def high_places(name: str, values: Floats) -> Carriers:
@@ -142,9 +149,11 @@ def high_places(name: str, values: Floats) -> Carriers:
 
 def places_by_value(values: Sequence[Label | None]) -> dict[str, Places]:
     """Return the places of each text, of each flag, and of each member of a list."""
-    codes: dict[object, int] = {}
-    keys = (tuple(each) if isinstance(each, (tuple, list)) else each for each in values)
-    at = np.array([codes.setdefault(key, len(codes)) for key in keys], dtype=np.int64)
+    keys: Sequence[object] = values
+    if list in {*map(type, values)}:
+        keys = [tuple(each) if isinstance(each, list) else each for each in values]
+    codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
+    at = np.fromiter(map(codes.__getitem__, keys), dtype=np.int64, count=len(keys))
     order = np.argsort(at, kind="stable")
     begins = np.searchsorted(at[order], np.arange(len(codes)))
     found: defaultdict[str, list[Places]] = defaultdict(list)
@@ -313,19 +322,21 @@ def _rank(nearest: Sequence[str], kind: str) -> int:
 
 def upper_tail(total: int, marked: int, drawn: int, hits: int) -> float:
     """Return P(X >= hits) for `drawn` of `total` without replacement, `marked` of which count."""
-    scale = _log_choose(total, drawn)
-    return min(
-        1.0,
-        sum(
-            math.exp(_log_choose(marked, k) + _log_choose(total - marked, drawn - k) - scale)
-            for k in range(hits, min(marked, drawn) + 1)
-            if drawn - k <= total - marked
-        ),
-    )
+    logs = _log_factorials(total)
+
+    def log_choose(n: int, k: Places) -> Floats:
+        chosen: Floats = logs[n] - logs[k] - logs[n - k]
+        return chosen
+
+    counts = np.arange(max(hits, drawn - (total - marked)), min(marked, drawn) + 1)
+    terms = log_choose(marked, counts) + log_choose(total - marked, drawn - counts)
+    return min(1.0, float(np.exp(terms - log_choose(total, np.array(drawn))).sum()))
 
 
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+@lru_cache(maxsize=8)
+def _log_factorials(largest: int) -> Floats:
+    """Return log(n!) for n from 0 to `largest`."""
+    return np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, largest + 1)))))
 
 
 def disjoint(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from headrace.actors.slowness.factors import LEAST_SUPPORT, Factor, Held
-from headrace.actors.slowness.rows import RUNNING, RolloutTime, in_order
+from headrace.actors.slowness.rows import RUNNING
 from headrace.actors.slowness.windows import Windows
 from headrace.buffer.breakdown import TOOL
 
@@ -45,27 +44,23 @@ LEAST_MEMBERS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A slow rollout before its factor is known; `against` is `cohort`, `tasks` or `factor`, and `excess_s` are the
-    seconds of each of its parts above what is typical of it."""
+    """A slow rollout before its factor is known; `against` is `cohort`, `tasks` or `factor`, `excess_s` are the seconds
+    of its parts above what is typical of them, where they are any, and `causes` is the part with the most excess, or
+    two if it has less than half of all."""
 
     against: str
     excess_s: Mapping[str, float]
+    causes: tuple[str, ...]
 
-    def causes(self) -> tuple[str, ...]:
-        """Return the part with the most excess, or two if it has less than half of all excess."""
-        most = nsmallest(2, self.excess_s.items(), key=lambda item: (-item[1], in_order(item[0])))
-        enough = 2 * most[0][1] >= sum(self.excess_s.values())
-        return tuple(part for part, _ in most[: 1 if enough else 2])
+    @property
+    def total_excess_s(self) -> float:
+        return sum(self.excess_s.values())
 
 
 def against_cohort(cohorts: Cohorts, medians: Floats, places: Places, against: str) -> dict[int, Found]:
     """Return these rollouts with their excess over the medians of their cohorts."""
     typical = cohorts.part_quantiles(places, (0.5,))[0][:, 0]
-    found = {}
-    for place, p50_s in zip(places.tolist(), typical.tolist(), strict=True):
-        of_parts = dict(zip(cohorts.parts, p50_s, strict=True))
-        found[place] = _found(cohorts.rows[place], against, of_parts, float(medians[place]))
-    return found
+    return _found(cohorts, places, against, typical, medians[places])
 
 
 def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
@@ -86,13 +81,12 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
         least_s = LEAST_SHARE * total_s
         above = medians - middle
         outlying = (above > OUTLYING * spread) & (above > least_s)
-        typical = dict(zip(cohorts.parts, middle.tolist(), strict=True))
         for number in np.nonzero(outlying.any(axis=1))[0]:
-            part = cohorts.parts[int(np.argmax(np.where(outlying[number], above[number], -np.inf)))]
-            for place in tasks[keys[number]].tolist():
-                row = cohorts.rows[place]
-                if row.parts_s.get(part, 0.0) - typical[part] > least_s:
-                    found[place] = _found(row, "tasks", typical, total_s)
+            column = int(np.argmax(np.where(outlying[number], above[number], -np.inf)))
+            members = tasks[keys[number]]
+            slow = members[cohorts.seconds[members, column] - middle[column] > least_s]
+            typical = np.broadcast_to(middle, (len(slow), len(middle)))
+            found |= _found(cohorts, slow, "tasks", typical, np.full(len(slow), total_s))
     return found
 
 
@@ -115,14 +109,14 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
     windows, held_up = Windows(cohorts), {}
     caused: defaultdict[str, list[int]] = defaultdict(list)
     for place, each in found.items():
-        caused[each.causes()[0]].append(place)
+        caused[each.causes[0]].append(place)
     for name, parts in groups.items():
         above_s = spent_s[name][candidates] - typical[:, columns[name]].sum(axis=1)
         held = above_s > least_s[candidates]
         excess_s = dict(zip(candidates[held].tolist(), above_s[held].tolist(), strict=True))
         for part in parts:
             for place in caused[part]:
-                excess_s.setdefault(place, found[place].excess_s[part])
+                excess_s.setdefault(place, found[place].excess_s.get(part, 0.0))
         if len(excess_s) >= LEAST_SUPPORT:
             begin_s, end_s = windows.of(name)
             held_up[name] = Held(
@@ -152,7 +146,7 @@ def slow_by_factor(
     return {
         place: each
         for place, each in against_cohort(cohorts, medians, hidden, "factor").items()
-        if factor_of(each.causes()[0], place, factors) is not None
+        if factor_of(each.causes[0], place, factors) is not None
     }
 
 
@@ -162,8 +156,20 @@ def factor_of(part: str, place: int, factors: Factors) -> Factor | None:
     return next((factor for factor, places in both if place in places), None)
 
 
-def _found(row: RolloutTime, against: str, typical: Mapping[str, float], total_s: float) -> Found:
-    # A running attempt has no parts yet; it is compared as a whole.
-    medians = {**typical, RUNNING: total_s if row.ended_at_s is None else 0.0}
-    excess = {part: max(0.0, seconds - medians.get(part, 0.0)) for part, seconds in row.parts_s.items()}
-    return Found(against=against, excess_s=excess)
+def _found(cohorts: Cohorts, places: Places, against: str, typical_s: Floats, total_s: Floats) -> dict[int, Found]:
+    """Return these rollouts by place; `typical_s` are the seconds that are typical of each part, of shape (places,
+    parts), and `total_s` of all parts together."""
+    seconds, typical_s = cohorts.seconds[places], typical_s.copy()
+    if (column := cohorts.column.get(RUNNING)) is not None:
+        # A running attempt has no parts yet; it is compared as a whole.
+        typical_s[:, column] = np.where(seconds[:, column] > 0, total_s, 0.0)
+    excess_s = np.maximum(0.0, seconds - typical_s)
+    # Parts are in the order of a rollout, so of equal ones the first counts.
+    most = np.argsort(np.where(seconds > 0, -excess_s, np.inf), axis=1, kind="stable")[:, :2].tolist()
+    found = {}
+    for place, own_s, order in zip(places.tolist(), excess_s.tolist(), most, strict=True):
+        enough = 2 * own_s[order[0]] >= sum(own_s)
+        causes = tuple(cohorts.parts[column] for column in (order[:1] if enough else order))
+        above_s = {part: seconds for part, seconds in zip(cohorts.parts, own_s, strict=True) if seconds}
+        found[place] = Found(against=against, excess_s=above_s, causes=causes)
+    return found

@@ -130,24 +130,23 @@ def _row(
     """Return the row of a rollout from its attempts in order."""
     first, last = tries[0], tries[-1]
     _, attempt, version, issued_s, ended_s, cause, turns, phases, host, _, breakdown, _ = last
-    before = _before(tries)
     # A reissue that waits for a slot, or the ledger's clock stepped back.
     end_s = max(issued_s, now_s if ended_s is None else ended_s)
     spent_s = end_s - issued_s
     parts, labels, clock_s = _parts(breakdown, phases, spent_s, ended=ended_s is not None)
-    labels |= {"task": task, "host": host} if host else {"task": task}
+    labels["task"] = task
+    if host:
+        labels["host"] = host
     if turns:
         labels.setdefault("turns", turns)
-    if failed := sorted({row[8] for row in tries[:-1] if row[5] == Cause.INFRA and row[8]}):
-        labels["failed_on"] = tuple(failed)
-    if charged := sorted({row[9] for row in tries[:-1] if row[9]}):
-        labels["failed_by"] = tuple(charged)
+    if len(tries) > 1:
+        labels.update(_failures(tries[:-1]))
+        parts = _before(tries) | parts
     waits = {}
     if ended_s is not None and sealed_at_s is not None:
         waits[SEAL_WAIT] = max(0.0, sealed_at_s - ended_s)
         if trained is not None:
             waits[BUFFER_WAIT] = max(0.0, trained.leased_at_s - max(sealed_at_s, ended_s))
-    parts = before | parts
     return RolloutTime(
         rollout_id=last[0],
         attempt=attempt,
@@ -170,6 +169,13 @@ def _row(
     )
 
 
+def _failures(tries: Sequence[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the hosts on which attempts failed, and what they are charged to."""
+    failed = sorted({row[8] for row in tries if row[5] == Cause.INFRA and row[8]})
+    charged = sorted({row[9] for row in tries if row[9]})
+    return ({"failed_on": tuple(failed)} if failed else {}) | ({"failed_by": tuple(charged)} if charged else {})
+
+
 def _before(tries: Sequence[Sequence[Any]]) -> dict[str, float]:
     """Return the time before the last attempt: the staleness bound ends an attempt with a result, or cancels it."""
     parts: dict[str, float] = {}
@@ -188,8 +194,9 @@ def _parts(
     rest = DISPATCH
     if breakdown is not None:
         document = orjson.loads(breakdown)
-        parts = {part: max(0.0, seconds) for part, seconds in document["parts_s"].items()}
-        labels = document["labels"]
+        parts, labels = document["parts_s"], document["labels"]
+        if min(parts.values(), default=0.0) < 0:
+            parts = {part: max(0.0, seconds) for part, seconds in parts.items()}
     else:
         parts = {}
         for part, seconds in orjson.loads(phases):

@@ -34,12 +34,13 @@ TOLERANCE_S: Final = 1.0
 """Largest difference between the clocks of two hosts that is not reported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: a long run has tens of thousands, and a frozen one takes three times as long to make.
+@dataclass(slots=True, kw_only=True)
 class RolloutTime:
-    """Times of one rollout, in seconds (`*_at_s`: Unix time). `step` is that of the version at which its last attempt
-    was issued. `batch` is the ordinal of the committed batch it was trained in, `trained_step` the step that trained
-    it. `ended_at_s` is None while it runs; `finished` is false for a rollout that runs, or that was stopped before it
-    ended by itself (cancelled, evicted), whose times are lower bounds."""
+    """Times of one rollout, in seconds (`*_at_s`: Unix time); nothing changes them. `step` is that of the version at
+    which its last attempt was issued, `trained_step` the step that trained it. `ended_at_s` is None while it runs;
+    `finished` is false for a rollout that runs, or that was stopped before it ended by itself (cancelled, evicted),
+    whose times are lower bounds."""
 
     rollout_id: str
     attempt: int

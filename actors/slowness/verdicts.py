@@ -8,8 +8,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,27 @@ class PartVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BesideCohort:
+    """The parts of a rollout beside its cohort: `parts_s` and `excess_s` by part, and medians and 90th percentiles of
+    n other members in the order of `names`. A long run has thousands of verdicts of which few are looked at."""
+
+    names: Sequence[str]
+    parts_s: Mapping[str, float]
+    excess_s: Mapping[str, float]
+    p50_s: Sequence[float]
+    p90_s: Sequence[float]
+    n: int
+
+    def parts(self) -> Iterator[PartVerdict]:
+        """Yield the parts in which the rollout, or a tenth of its cohort, spent any time."""
+        for part, p50_s, p90_s in zip(self.names, self.p50_s, self.p90_s, strict=True):
+            seconds = self.parts_s.get(part, 0.0)
+            if seconds or p90_s:
+                excess_s = self.excess_s.get(part, 0.0)
+                yield PartVerdict(part=part, seconds=seconds, p50_s=p50_s, p90_s=p90_s, n=self.n, excess_s=excess_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Verdict on one slow rollout. `causes` are the parts with the most excess: one, or two if no part has half of it.
     `against` says what it is slow against: `cohort`; `tasks` if its whole task is slow; or `factor` if it is not above
@@ -67,12 +89,21 @@ class Verdict:
     factor: Factor | None
     cost_s: float
     advice: str
-    parts: tuple[PartVerdict, ...]
     waits_s: Mapping[str, float]
+    beside: BesideCohort
 
     @property
     def part(self) -> str:
         return self.causes[0]
+
+    @property
+    def parts(self) -> tuple[PartVerdict, ...]:
+        return tuple(self.beside.parts())
+
+    def to_json(self) -> dict[str, Any]:
+        document = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "beside"}
+        parts = [asdict(part) for part in self.parts]
+        return document | {"factor": self.factor and asdict(self.factor), "parts": parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +144,7 @@ class SlowReport:
 
     def to_json(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         """Return the report with these verdicts of it: all those of a long run take seconds to convert."""
-        shown = {"verdicts": [asdict(verdict) for verdict in verdicts], "slow": len(self.verdicts)}
+        shown = {"verdicts": [verdict.to_json() for verdict in verdicts], "slow": len(self.verdicts)}
         return asdict(replace(self, verdicts=())) | shown
 
 
@@ -129,11 +160,11 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
     found |= slow_by_factor(cohorts, medians, held_up, factors, found)
     places = np.array(sorted(found), dtype=np.int64)
     typical, finished = cohorts.part_quantiles(places, (0.5, 0.9))
-    costs = step_costs(times.rows, times.steps, {place: sum(each.excess_s.values()) for place, each in found.items()})
+    costs = step_costs(times.rows, times.steps, {place: each.total_excess_s for place, each in found.items()})
     verdicts = []
     for place, quantiles, n in zip(places.tolist(), typical.tolist(), finished.tolist(), strict=True):
         item, row = found[place], times.rows[place]
-        parts = (max(row.parts_s, key=row.parts_s.__getitem__),) if first_part_only else item.causes()
+        parts = (max(row.parts_s, key=row.parts_s.__getitem__),) if first_part_only else item.causes
         factor = factor_of(parts[0], place, factors)
         verdicts.append(
             Verdict(
@@ -148,13 +179,20 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
                 p50_s=float(medians[place]),
                 p95_s=float(highs[place]),
                 n=int(counts[place]),
-                excess_s=sum(item.excess_s.values()),
+                excess_s=item.total_excess_s,
                 causes=parts,
                 factor=factor,
                 cost_s=costs.get(place, 0.0),
                 advice=advise(parts[0], None if factor is None else factor.kind),
-                parts=_part_verdicts(cohorts.parts, row, item, quantiles, n),
                 waits_s=row.waits_s,
+                beside=BesideCohort(
+                    names=cohorts.parts,
+                    parts_s=row.parts_s,
+                    excess_s=item.excess_s,
+                    p50_s=quantiles[0],
+                    p90_s=quantiles[1],
+                    n=n,
+                ),
             )
         )
     verdicts.sort(key=lambda verdict: (-verdict.cost_s, -verdict.excess_s, verdict.rollout_id))
@@ -179,15 +217,17 @@ def step_costs(
     costs = {}
     for step in steps:
         members = [place_of[rollout] for rollout in step.rollouts if rollout in place_of]
+        groups: defaultdict[str, list[int]] = defaultdict(list)
+        for place in members:
+            groups[rows[place].group].append(place)
+        ready_s = {group: max(rows[place].ready_at_s or 0.0 for place in some) for group, some in groups.items()}
         for place in members:
             row = rows[place]
             if place not in excess_s or row.ended_at_s is None:
                 continue
-            others = [rows[other] for other in members if other != place]
-            there_s = max(
-                ((one.ended_at_s if one.group == row.group else one.ready_at_s) or 0.0 for one in others),
-                default=row.issued_at_s,
-            )
+            own = (rows[other].ended_at_s or 0.0 for other in groups[row.group] if other != place)
+            others = (at_s for group, at_s in ready_s.items() if group != row.group)
+            there_s = max(chain(own, others), default=row.issued_at_s)
             # After a restart the batch may be leased long after it was full; that is no fault of the rollout.
             delay_s = min(row.ended_at_s, step.leased_at_s) - max(there_s, step.free_at_s)
             costs[place] = min(max(0.0, delay_s), excess_s[place])
@@ -227,26 +267,9 @@ def clock_lines(rows: Sequence[RolloutTime]) -> list[str]:
     return [line]
 
 
-def _part_verdicts(
-    parts: Sequence[str], row: RolloutTime, found: Found, quantiles: Sequence[Sequence[float]], n: int
-) -> tuple[PartVerdict, ...]:
-    return tuple(
-        PartVerdict(
-            part=part,
-            seconds=row.parts_s.get(part, 0.0),
-            p50_s=p50_s,
-            p90_s=p90_s,
-            n=n,
-            excess_s=found.excess_s.get(part, 0.0),
-        )
-        for part, p50_s, p90_s in zip(parts, *quantiles, strict=True)
-        if p90_s or row.parts_s.get(part)
-    )
-
-
 def outside_agent_share(found: Mapping[int, Found]) -> float | None:
     """Return the share of the excess in parts before and after the agent; None if nothing was slow."""
-    total_s = sum(sum(each.excess_s.values()) for each in found.values())
+    total_s = sum(each.total_excess_s for each in found.values())
     agent_s = sum(
         seconds
         for each in found.values()
