@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request
@@ -30,9 +31,11 @@ from headrace.actors.control.bodies import (
     unknown_run,
     whole_number,
 )
-from headrace.actors.control.keys import Role
+from headrace.actors.control.keys import Role, digest_of
+from headrace.actors.control.pages import RunPages
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
+from headrace.actors.observer.mounted import ANSWER_S
 from headrace.actors.runs.contract import LEAVE_S
 from headrace.actors.runs.records import Submission
 from headrace.actors.runtime.event_stream import POLL_S, event_stream
@@ -57,6 +60,8 @@ LOG_BYTES: Final = 256 << 10
 MAX_LOG_BYTES: Final = 4 << 20
 _LAST_NUMBER: Final = 10**15 - 1
 _REMOVE_S: Final = 120
+PAGE_S: Final = 2 * ANSWER_S
+"""Time for the process of a page to start and to answer."""
 TRAINER_S: Final = 100.0
 """Time for the learner to check the files of weights."""
 
@@ -73,10 +78,11 @@ class FindRuns(Protocol):
         ...
 
 
-def make_app(find_runs: FindRuns, keys: KeyFile) -> FastAPI:
-    """Return the app, without pages of documentation, which would need no key."""
+def make_app(find_runs: FindRuns, keys: KeyFile, secret: bytes) -> FastAPI:
+    """Return the app, without pages of documentation, which would need no key. `secret`, which all replicas have, signs
+    the cookies of browsers."""
     app = FastAPI(title="headrace", docs_url=None, redoc_url=None, openapi_url=None)
-    api = ControlApi(find_runs, keys)
+    api = ControlApi(find_runs, keys, secret)
     for method, path, handler in api.routes():
         app.add_api_route(path, handler, methods=[method], response_model=None)
 
@@ -88,12 +94,28 @@ def make_app(find_runs: FindRuns, keys: KeyFile) -> FastAPI:
     return app
 
 
+def user_of(keys: KeyFile, digest: bytes) -> Caller | None:
+    """Return the user of the key with this digest. Raises Refusal if the key file is refused now."""
+    try:
+        return keys.caller_of(digest)
+    except ConfigError as error:
+        logger.error("%s", error)
+        raise Refusal(503, "keys_refused", "the API's key file is refused: the API's log has the reason") from error
+
+
 class ControlApi:
     """All routes."""
 
-    def __init__(self, find_runs: FindRuns, keys: KeyFile) -> None:
+    def __init__(self, find_runs: FindRuns, keys: KeyFile, secret: bytes) -> None:
         self._find_runs = find_runs
         self._keys = keys
+        self._pages = RunPages(
+            secret=secret,
+            user_of=partial(user_of, keys),
+            identify=self._caller,
+            visible=self._visible,
+            ask=lambda run_id, page: self._call(lambda runs: runs.page(run_id, page), timeout_s=PAGE_S),
+        )
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         run, allowed, on = "/v1/runs/{run}", self._allowed, self._on_run
@@ -106,6 +128,9 @@ class ControlApi:
             ("GET", f"{run}/status", on(Role.READ, self._status)),
             ("GET", f"{run}/report", on(Role.READ, self._report)),
             ("GET", f"{run}/events", on(Role.READ, self._events)),
+            ("GET", f"{run}/page", self._guarded(self._pages.root)),
+            ("GET", f"{run}/page/{{path:path}}", self._guarded(self._pages.view)),
+            ("POST", f"{run}/page/login", self._guarded(self._pages.login)),
             ("GET", f"{run}/logs", on(Role.READ, self._logs, "actor", "after", "limit_bytes")),
             ("POST", f"{run}/drain", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.drain(run_id)))),
             ("POST", f"{run}/stop", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.stop(run_id)))),
@@ -152,11 +177,7 @@ class ControlApi:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Refusal(401, "key_missing", "send the header `Authorization: Bearer KEY`")
-        try:
-            caller = self._keys.caller(key.strip())
-        except ConfigError as error:
-            logger.error("%s", error)
-            raise Refusal(503, "keys_refused", "the API's key file is refused: the API's log has the reason") from error
+        caller = user_of(self._keys, digest_of(key.strip()))
         if caller is None:
             raise Refusal(401, "key_wrong", "the key is unknown: ask the operator of this cluster for one")
         if caller.role < role:

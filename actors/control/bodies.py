@@ -66,17 +66,22 @@ class DrainNodeBody(Body):
     deadline_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
 
 
-async def read_body(request: Request, model: type[B]) -> B:
-    """Read and check the body of a request; an empty one is an empty object. Raises Refusal."""
+async def read_bytes(request: Request, most: int) -> bytes:
+    """Read a body of at most `most` bytes. Raises Refusal."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise Refusal(413, "body_too_large", f"the body has more than {MAX_BODY_BYTES >> 20} MiB: send less")
+        if size > most:
+            raise Refusal(413, "body_too_large", f"the body has more than {most >> 10} KiB: send less")
         chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """Read and check the body of a request; an empty one is an empty object. Raises Refusal."""
     try:
-        document = orjson.loads(b"".join(chunks) or b"{}")
+        document = orjson.loads(await read_bytes(request, MAX_BODY_BYTES) or b"{}")
     except orjson.JSONDecodeError as error:
         raise Refusal(400, "body_invalid", f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):

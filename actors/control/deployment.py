@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
@@ -28,11 +29,12 @@ them elsewhere."""
 class ControlReplica:
     """One replica; it builds its app itself, because open files and threads do not travel."""
 
-    def __init__(self, key_file: Path) -> None:
+    def __init__(self, key_file: Path, secret: bytes) -> None:
         self._keys = KeyFile(key_file)
+        self._secret = secret
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(RunsFinder(), self._keys)
+        return make_app(RunsFinder(), self._keys, self._secret)
 
 
 def application(args: ControlArguments) -> Application:
@@ -47,4 +49,4 @@ def application(args: ControlArguments) -> Application:
         graceful_shutdown_timeout_s=DRAIN_S,
         ray_actor_options=options,
     )
-    return deployment(serve.ingress()(ControlReplica)).bind(args.key_file)
+    return deployment(serve.ingress()(ControlReplica)).bind(args.key_file, secrets.token_bytes(32))

@@ -60,17 +60,22 @@ class KeyFile:
         self._data = _read(path)
         self._callers = _parsed(self._data, path)
 
-    def caller(self, key: str) -> Caller | None:
-        """Return the user of a key, or None if the key is wrong. Raises ConfigError if the file is refused now."""
+    def caller_of(self, digest: bytes) -> Caller | None:
+        """Return the user of the key with this digest (`digest_of`), or None if there is none. A digest that a request
+        contains proves nothing. Raises ConfigError if the file is refused now."""
         data = _read(self._path)
         if data != self._data:
             self._callers, self._data = _parsed(data, self._path), data
-        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
         found = None
         for known, caller in self._callers.items():
             if compare_digest(known, digest):
                 found = caller
         return found
+
+
+def digest_of(key: str) -> bytes:
+    """Return the digest that a key file has of a key."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _read(path: Path) -> bytes:

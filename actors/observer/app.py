@@ -10,8 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import mimetypes
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,11 +22,13 @@ from headrace.actors.observer import views
 from headrace.actors.observer.access import NEEDED, Access, add_headers, cookie_name
 from headrace.actors.observer.changes import Changes, ChangeWatch
 from headrace.actors.observer.computed import Busy
+from headrace.actors.observer.login import TOKEN, local_path, login_form
 from headrace.actors.observer.reader import RunReader
-from headrace.actors.observer.rendering import HERE, make_environment
+from headrace.actors.observer.rendering import make_environment
 from headrace.actors.observer.rollout_reading import RolloutUnknown
+from headrace.actors.observer.static_files import static_files
 from headrace.actors.runtime.event_stream import event_stream
-from headrace.actors.slowness.waterfall_html import STYLE, waterfall_fragment
+from headrace.actors.slowness.waterfall_html import waterfall_fragment
 from headrace.buffer.errors import ReplayError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Pages:
     async def refuse(self, request: web.Request) -> web.StreamResponse:
         """Answer a request without the token: with the form for a browser, else with one line."""
         if _wants_html(request) and request.method in ("GET", "HEAD"):
-            text = self._templates.get_template("login.html").render(next=str(request.rel_url), wrong=False)
+            text = login_form(self._templates, str(request.rel_url), TOKEN)
             return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
         headers = {"WWW-Authenticate": "Bearer"}
         return web.Response(text=f"{NEEDED}\n", status=HTTPStatus.UNAUTHORIZED, headers=headers)
@@ -202,6 +202,8 @@ class Pages:
             is_number = given.isascii() and given.isdigit() and len(given) < MAX_DIGITS
             after = int(given) if is_number else await self._changes.number()
             await response.prepare(request)
+            # A client whose connection is cut before the first event comes again with this number.
+            await response.write(b"id: %d\n\n" % after)
             async for block in event_stream(Changes((), ended=False), after, next_page, name="changed"):
                 async with asyncio.timeout(WRITE_S):
                     await response.write(block)
@@ -227,7 +229,7 @@ class Pages:
         form = await request.post()
         token, path = form.get("token", ""), form.get("next", "")
         if not isinstance(token, str) or not self.access.knows(token.strip()):
-            text = self._templates.get_template("login.html").render(next=local_path(path), wrong=True)
+            text = login_form(self._templates, local_path(path), TOKEN, wrong=True)
             return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
         answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": local_path(path)})
         folder = request.path.rpartition("/")[0] + "/"
@@ -274,20 +276,3 @@ def _whole(request: web.Request, key: str) -> int | None:
     """Return a whole number of the query; None for anything else."""
     given = request.query.get(key, "")
     return int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
-
-
-def local_path(path: object) -> str:
-    """Return a path within this page for a path that a form gave; the overview for anything else."""
-    text = str(path)
-    # Browsers take `//host` and `/\\host` for other hosts.
-    harmless = text.startswith("/") and not text.startswith(("//", "/\\")) and text.isascii() and text.isprintable()
-    return text if harmless else "."
-
-
-def static_files() -> dict[str, tuple[bytes, str, str]]:
-    """Return content, type and digest of the files of the page, by name."""
-    files = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()} | {"waterfall.css": STYLE.encode()}
-    return {
-        name: (body, mimetypes.guess_type(name)[0] or "text/plain", hashlib.sha256(body).hexdigest()[:32])
-        for name, body in files.items()
-    }

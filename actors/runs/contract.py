@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 if TYPE_CHECKING:
     from headrace.actors.cluster.node_drain import RunLeft
     from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.observer.mounted import PageAnswer, PageRequest
     from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
     from headrace.actors.training.trainer_calls import TrainerCall
 
@@ -135,6 +136,10 @@ class RunsApi(Protocol):
 
     async def report(self, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace report --json`."""
+        ...
+
+    async def page(self, run_id: RunId, request: PageRequest) -> PageAnswer:
+        """Return the answer of the run's page. Raises RunRefused if it has none, or if it does not answer."""
         ...
 
     async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.requests import ask_group
-from headrace.actors.errors import ActorError, ActorGone, ActorLost, RunRefused
+from headrace.actors.errors import ActorError, ActorGone, ActorLost, RunError, RunRefused
+from headrace.actors.observer.mounted import MountedPages
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
@@ -30,6 +31,7 @@ from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 if TYPE_CHECKING:
     from headrace.actors.cluster.head_watch import HeadWatch
     from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.observer.mounted import PageAnswer, PageRequest
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.runs.cluster_nodes import ClusterNodes
     from headrace.actors.runs.contract import NodeStatus
@@ -55,6 +57,7 @@ class RunQueries(ResourceOwner):
         self._changed = asyncio.Event()
         # Kept: calls over them go on while the head is away, and look-ups do not.
         self._learners: dict[RunId, ExternalTrainerLoop] = {}
+        self._pages = MountedPages()
 
     async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
         """See `RunsApi.runs`."""
@@ -81,6 +84,14 @@ class RunQueries(ResourceOwner):
     async def report(self, run_id: RunId) -> dict[str, Any]:
         """See `RunsApi.report`."""
         return (await asyncio.to_thread(report_of, self._directory(run_id))).to_json()
+
+    async def page(self, run_id: RunId, request: PageRequest) -> PageAnswer:
+        """See `RunsApi.page`."""
+        folder = self._directory(run_id).path
+        try:
+            return await self._pages.get(folder, request)
+        except RunError as error:
+            raise RunRefused(str(error)) from error
 
     async def nodes(self) -> tuple[NodeStatus, ...]:
         """See `RunsApi.nodes`."""

@@ -90,6 +90,7 @@ class Runs(RunQueries, BeginsUnasked):
         ABSENCE.seconds = CLUSTER_ABSENT_S
         self._table = await asyncio.to_thread(RunsTable.open, self._terms.state)
         self._stack.callback(self._table.close)
+        self._stack.push_async_callback(self._pages.close)
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._files = FileCollection(self._terms.state, self._tasks)
         self._stack.callback(self._files.cancel)

@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -283,8 +284,9 @@ def discovery_limit(probabilities: Iterable[float], least: Sequence[float]) -> f
     """Return the largest probability that Benjamini and Yekutieli accept among these; -1 if there is none. `least` are
     the smallest probabilities that each of all tests can have: tests that cannot succeed are not counted (Tarone, A
     modified Bonferroni method for discrete data, 1990; Gilbert, 2005, for false discovery rates)."""
+    ordered = sorted(least)
     tests = next(
-        (count for count in range(1, len(least)) if sum(p <= FALSE_DISCOVERIES / count for p in least) <= count),
+        (count for count in range(1, len(least)) if bisect_right(ordered, FALSE_DISCOVERIES / count) <= count),
         max(1, len(least)),
     )
     limit = FALSE_DISCOVERIES / sum(1 / number for number in range(1, tests + 1)) / tests

@@ -22,6 +22,7 @@ from headrace.actors.runs.records import ActualState, RunEvent
 from headrace.actors.runtime.nodes import NAMESPACE
 from headrace.actors.runtime.runtime import ActorProxy, Host
 from support.control_rig import malformed, write_keys
+from support.observer_rig import simulated_run
 from support.runs_without_services import RECIPE, RunsWithoutServices
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def runs(served: Served) -> Iterator[RunsWithoutServices]:
     proxy: Any = ActorProxy(ACTOR_NAME, handle)
     yield proxy
     ray.kill(handle)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated_run(tmp_path_factory.mktemp("page") / "run")
 
 
 class CountingClient(ControlClient):
@@ -123,13 +129,39 @@ async def test_no_event_is_missed_when_a_replica_is_killed(served: Served, runs:
     assert all([event.number for event in events] == expected for events in seen)
 
 
+async def test_a_browser_sees_the_page_of_a_run_from_every_replica(
+    served: Served, runs: RunsWithoutServices, run_folder: Path
+) -> None:
+    async with ControlClient(served.url, "alice", patience_s=WAIT_S) as client:
+        run = (await client.submit("page", RECIPE, "k-page")).run_id
+    await runs.show(run, run_folder)
+    root = f"{served.url}/v1/runs/{run}/page/"
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(WAIT_S), cookie_jar=aiohttp.CookieJar(unsafe=True)
+    ) as browser:
+        headers = {"Accept": "text/html"}
+        async with browser.get(root, headers=headers) as form:
+            assert (form.status, "This page needs its key" in await form.text()) == (401, True)
+        async with browser.post(
+            f"{root}login", data={"token": "alice-read", "next": f"/v1/runs/{run}/page/slow"}
+        ) as view:
+            assert (view.status, "<title>Slow" in await view.text()) == (200, True)
+        # Any replica may answer, each over its own connection.
+        for _ in range(10):
+            async with browser.get(f"{root}running", headers=headers | {"Connection": "close"}) as view:
+                assert (view.status, "<title>Running" in await view.text()) == (200, True)
+        async with browser.get(f"{root}metrics") as metrics:
+            assert "headrace_steps_total" in await metrics.text()
+    await runs.go(run, ActualState.FAILED)
+
+
 async def test_a_restarted_actor_is_found_again(served: Served, runs: RunsWithoutServices) -> None:
     async with ControlClient(served.url, "alice", patience_s=WAIT_S) as client:
         record = await client.submit("b", RECIPE, "k2")
         async with asyncio.timeout(WAIT_S):
             handle = await runs._resolved()  # type: ignore[attr-defined]
-            process_id, _ = await handle.stats.remote(begin=False)
-            os.kill(process_id, signal.SIGKILL)
+            process, _ = await handle.stats.remote(begin=False)
+            os.kill(process.id, signal.SIGKILL)
             assert await client.run(record.run_id) == record
 
 

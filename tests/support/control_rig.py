@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class ControlRig:
         self.key_file = write_keys(folder / "control-keys")
         self.runs = RunsWithoutServices(quotas=quotas)
         self.found = FoundRuns(self.runs)
-        self.app = make_app(self.found, KeyFile(self.key_file))
+        self.app = make_app(self.found, KeyFile(self.key_file), secrets.token_bytes(32))
 
     async def call(
         self, method: str, target: str, body: bytes | Any = b"", *, key: str = "alice", **headers: str

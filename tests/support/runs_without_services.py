@@ -21,7 +21,8 @@ import orjson
 from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
-from headrace.actors.errors import ConfigError, EngineUnknown, RunRefused
+from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
+from headrace.actors.observer.mounted import MountedPages
 from headrace.actors.run.config import apply_override, resolve
 from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness
 from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized
@@ -32,6 +33,7 @@ from headrace.policies.engine import EngineId
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from headrace.actors.observer.mounted import PageAnswer, PageRequest
     from headrace.actors.runs.contract import RunsApi
     from headrace.actors.runs.records import Recipe, RunRecord, Submission
     from headrace.actors.training.external_loop import ExternalTrainerLoop
@@ -77,6 +79,9 @@ class RunsWithoutServices:
         self._engines: dict[str, dict[str, str]] = {}
         self.learner: ExternalTrainerLoop | None = None
         """Learner that trainers call, whatever their run is."""
+        self.folders: dict[RunId, Path] = {}
+        """Folders of runs that have a page."""
+        self.pages = MountedPages()
 
     async def submit(self, submission: Submission) -> RunRecord:
         build = build_of(submission.recipe)
@@ -137,6 +142,17 @@ class RunsWithoutServices:
     async def report(self, run_id: RunId) -> dict[str, Any]:
         self._table.get(run_id)
         return {"steps": 0}
+
+    async def show(self, run_id: RunId, folder: Path) -> None:
+        """Let a run have the page of the one in `folder`."""
+        self.folders[run_id] = folder
+
+    async def page(self, run_id: RunId, request: PageRequest) -> PageAnswer:
+        self._table.get(run_id)
+        try:
+            return await self.pages.get(self.folders.get(run_id, Path("/nowhere") / run_id), request)
+        except RunError as error:
+            raise RunRefused(str(error)) from error
 
     async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
         self._table.get(run_id)

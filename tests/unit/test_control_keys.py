@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.control.client import read_key
-from headrace.actors.control.keys import Caller, KeyFile, Role
+from headrace.actors.control.keys import Caller, KeyFile, Role, digest_of
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def test_a_key_has_its_owner_and_role(tmp_path: Path) -> None:
     keys = KeyFile(write(tmp_path / "keys", "\n".join(lines)))
     for role in Role:
         name = role.name.lower()
-        assert keys.caller(f"key-{name}") == Caller(owner=f"team-{name}", role=role)
-    assert keys.caller("key-other") is None
-    assert keys.caller(digest("key-read")) is None
-    assert keys.caller("\udcff") is None
+        assert keys.caller_of(digest_of(f"key-{name}")) == Caller(owner=f"team-{name}", role=role)
+    assert keys.caller_of(digest_of("key-other")) is None
+    assert keys.caller_of(digest_of(digest("key-read"))) is None
+    assert keys.caller_of(digest_of("\udcff")) is None
 
 
 def test_only_admins_see_runs_of_others() -> None:
@@ -49,8 +49,8 @@ def test_a_changed_file_holds_at_once(tmp_path: Path) -> None:
     before = path.stat()
     path.write_text(f"{digest('two')} read a\n")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert keys.caller("one") is None
-    assert keys.caller("two") is not None
+    assert keys.caller_of(digest_of("one")) is None
+    assert keys.caller_of(digest_of("two")) is not None
 
 
 def test_no_key_is_accepted_while_the_file_is_refused(tmp_path: Path) -> None:
@@ -58,14 +58,14 @@ def test_no_key_is_accepted_while_the_file_is_refused(tmp_path: Path) -> None:
     keys = KeyFile(path)
     path.chmod(0o604)
     with pytest.raises(ConfigError, match="chmod 600"):
-        keys.caller("one")
+        keys.caller_of(digest_of("one"))
     path.chmod(0o600)
     path.write_text("nonsense")
     for _ in range(2):
         with pytest.raises(ConfigError, match="line 1"):
-            keys.caller("one")
+            keys.caller_of(digest_of("one"))
     path.write_text(f"{digest('one')} read a\n")
-    assert keys.caller("one") is not None
+    assert keys.caller_of(digest_of("one")) is not None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> Non
 
 
 def test_the_group_of_a_pod_may_read_the_file(tmp_path: Path) -> None:
-    assert KeyFile(write(tmp_path / "keys", f"{digest('k')} read a", 0o440)).caller("k") is not None
+    assert KeyFile(write(tmp_path / "keys", f"{digest('k')} read a", 0o440)).caller_of(digest_of("k")) is not None
 
 
 def test_a_client_key_is_read_from_a_private_file(tmp_path: Path) -> None:

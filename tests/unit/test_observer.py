@@ -92,7 +92,7 @@ async def test_the_form_sets_a_cookie_that_opens_the_page(simulated: Path) -> No
             assert answer.status == 200
         async with client.post("/login", data={"token": "wrong"}, allow_redirects=False) as answer:
             assert answer.status == 401
-            assert "This is not the token of this page" in await answer.text()
+            assert "This token does not open this page" in await answer.text()
             assert "Set-Cookie" not in answer.headers
 
 
@@ -354,6 +354,8 @@ async def test_changes_come_as_one_stream_and_streams_are_bounded(simulated: Pat
             assert refused.status == 503
             assert f"{application.MAX_STREAMS} pages follow this run already" in await refused.text()
         assert all(stream.headers["Content-Type"] == "text/event-stream" for stream in streams)
+        assert (await streams[0].content.readline()).startswith(b"id: ")
+        assert await streams[0].content.readline() == b"\n"
         assert await streams[0].content.readline() == b"retry: 1000\n"
         with (run / "metrics.jsonl").open("ab") as file:
             file.write(b'{"kind": "step", "time_s": 5, "step": 9}\n')
