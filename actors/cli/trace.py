@@ -22,19 +22,24 @@ def slow(
     top: Annotated[int, typer.Option(min=1, help="Number of rollouts to list.")] = 10,
     since: Annotated[int | None, typer.Option(min=0, help="Only rollouts issued at this step or later.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Only rollouts issued at this step.")] = None,
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Explain the rollouts of held-out evaluations instead of training.")
+    ] = False,
     json: Json = None,
 ) -> None:
     """Name the rollouts that took far longer than their cohort, the costliest first: the part that held each up, the
     factor that slow ones have in common, the seconds by which it delayed a step, and what to change. It reads the
     run directory only, so it works for runs that are over, killed or copied."""
     from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.slowness.evaluations import read_evaluation_times
     from headrace.actors.slowness.reading import read_times
     from headrace.actors.slowness.told import chosen, slow_lines
     from headrace.actors.slowness.verdicts import explain
 
     # A long run has millions of values and no cycles among them, which collections would search again and again.
     gc.disable()
-    report = explain(read_times(RunDirectory.at(run_dir).path))
+    read = read_evaluation_times if evaluations else read_times
+    report = explain(read(RunDirectory.at(run_dir).path))
     verdicts = chosen(report, since=since, step=step)
     if json is not None:
         write_json(report.to_json(verdicts[:top]), json)
@@ -55,11 +60,11 @@ def show_rollout(
     """Draw where the time of one rollout went, beside what is typical of its cohort, and say why if it was slow."""
     from headrace.actors.errors import ConfigError
     from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.slowness.reading import read_times
+    from headrace.actors.slowness.evaluations import times_with
     from headrace.actors.slowness.told import place_of_rollout, waterfall, waterfall_lines
     from headrace.actors.slowness.waterfall_html import waterfall_page
 
-    times = read_times(RunDirectory.at(run_dir).path)
+    times = times_with(rollout, RunDirectory.at(run_dir).path)
     row, typical, verdict = waterfall(times, place_of_rollout(times, rollout))
     if html is not None:
         try:

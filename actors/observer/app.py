@@ -154,14 +154,14 @@ class Pages:
 
     async def _rollout(self, request: web.Request) -> web.Response:
         details = await self._reader.rollout(request.query.get("id", "")[:1000])
-        times = None if details.tag else await self._reader.times(details.rollout_id)
+        times = await self._reader.times(details.rollout_id)
         found: Explained | None = (await self._found())["found"]
         verdicts = () if found is None else found.report.verdicts
         verdict = next((verdict for verdict in verdicts if verdict.rollout_id == details.rollout_id), None)
         # The fragment is markup that escapes what agents wrote.
         pair = None if times is None else times.value
         drawn = None if pair is None else Markup(waterfall_fragment(*pair, verdict))
-        pending = times is None and not details.tag
+        pending = times is None
         return await self._page("rollout.html", details=details, waterfall=drawn, pending=pending)
 
     async def _steps(self, request: web.Request) -> web.Response:

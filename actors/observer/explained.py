@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import RunError
 from headrace.actors.slowness.cohort import Cohorts
-from headrace.actors.slowness.reading import read_times
+from headrace.actors.slowness.evaluations import times_with
 from headrace.actors.slowness.verdicts import explain
 from headrace.buffer.errors import ReplayError
 from headrace.policies.processes.parent_death import die_with_parent
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.actors.slowness.cohort import Typical
-    from headrace.actors.slowness.reading import RunTimes
-    from headrace.actors.slowness.rows import RolloutTime
+    from headrace.actors.slowness.rows import RolloutTime, RunTimes
     from headrace.actors.slowness.verdicts import SlowReport
 
     RolloutInCohort = tuple[RolloutTime, dict[str, Typical]]
@@ -82,14 +81,15 @@ def explain_here(run_dir: Path) -> Explained:
 
 def time_here(run_dir: Path, rollout_id: str) -> RolloutInCohort | None:
     """Do the work of `time_of` in this process."""
-    times = _times(run_dir)
+    times = _times(run_dir, rollout_id)
     place = next((place for place, row in enumerate(times.rows) if row.rollout_id == rollout_id), None)
     return None if place is None else (times.rows[place], Cohorts(times.rows).typical_parts(place))
 
 
-def _times(run_dir: Path) -> RunTimes:
+def _times(run_dir: Path, rollout_id: str = "") -> RunTimes:
+    """Return the times of training rollouts, or of those of evaluations if `rollout_id` is one."""
     try:
-        return read_times(run_dir)
+        return times_with(rollout_id, run_dir)
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"a record of this run is damaged, so there are no verdicts: {error!r}") from error
 

@@ -17,8 +17,7 @@ from headrace.actors.slowness.rows import in_order
 from headrace.actors.slowness.told import place_of_rollout, printable, shown
 
 if TYPE_CHECKING:
-    from headrace.actors.slowness.reading import RunTimes
-    from headrace.actors.slowness.rows import RolloutTime
+    from headrace.actors.slowness.rows import RolloutTime, RunTimes
 
 RANGE: Final = re.compile(r"(\d+)-(\d+)")
 NAME: Final = 24

@@ -9,14 +9,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.slowness.meanwhile import NO_METRICS, intervals_of_ledger, intervals_of_metrics
 from headrace.actors.slowness.rows import (
     BUFFER_WAIT,
     DISPATCH,
@@ -26,24 +26,20 @@ from headrace.actors.slowness.rows import (
     STALENESS_WAIT,
     TOLERANCE_S,
     UNATTRIBUTED,
-    Interval,
     RolloutTime,
+    RunTimes,
+    StepTime,
 )
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.breakdown import OTHER, Label
 from headrace.buffer.types import Cause
-from headrace.serve.observing.retention import kept_files
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_SECONDS: Final = {"push": "total_s", "stations": "seconds"}
-"""Fields of metrics that hold the length of what ended at their time."""
 ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
 """Causes of attempts that ended by themselves."""
-PUSH: Final = b'{"kind":"push"'
-LIMIT: Final = b'"rollout_limit":'
 _ATTEMPT: Final = (
     "rollout_id",
     "attempt",
@@ -58,27 +54,6 @@ _ATTEMPT: Final = (
     "breakdown",
     "offered",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """A committed step: its rollouts, when its batch was leased, and when the step before it was committed."""
-
-    step: int
-    rollouts: tuple[str, ...]
-    leased_at_s: float
-    committed_at_s: float
-    free_at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunTimes:
-    """Times of a run. `missing` has a sentence for each thing that the verdicts lack."""
-
-    rows: tuple[RolloutTime, ...]
-    steps: tuple[StepTime, ...] = ()
-    meanwhile: tuple[Interval, ...] = ()
-    missing: tuple[str, ...] = ()
 
 
 def read_times(run_dir: Path) -> RunTimes:
@@ -96,7 +71,7 @@ def read_times(run_dir: Path) -> RunTimes:
         attempts: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
         for row in rows.select("attempts", _ATTEMPT):
             attempts[row[0]].append(row)
-        intervals = list(_intervals_of_ledger(rows, steps))
+        intervals = list(intervals_of_ledger(rows, steps))
     trained = {rollout: step for step in steps for rollout in step.rollouts}
     signs = (max(row[3], row[4] or 0.0) for tries in attempts.values() for row in tries)
     now_s = max(max(signs, default=0.0), max((step.committed_at_s for step in steps), default=0.0))
@@ -112,9 +87,9 @@ def read_times(run_dir: Path) -> RunTimes:
     if found and not measured:
         missing.append("no attempt has a breakdown: the run is of an older headrace, and answers with its phases")
     if directory.metrics.exists():
-        intervals += _intervals_of_metrics(directory.metrics)
+        intervals += intervals_of_metrics(directory.metrics)
     else:
-        missing.append("no metrics.jsonl: evaluations, pushes and pacing are not compared")
+        missing.append(NO_METRICS)
     return RunTimes(rows=tuple(found), steps=tuple(steps), meanwhile=tuple(intervals), missing=tuple(missing))
 
 
@@ -186,6 +161,15 @@ def _before(tries: Sequence[Sequence[Any]]) -> dict[str, float]:
     return parts
 
 
+def measured_parts(breakdown: str) -> tuple[dict[str, float], dict[str, Label]]:
+    """Return the seconds by part and the labels of a stored breakdown."""
+    document = orjson.loads(breakdown)
+    parts: dict[str, float] = document["parts_s"]
+    if min(parts.values(), default=0.0) < 0:
+        parts = {part: max(0.0, seconds) for part, seconds in parts.items()}
+    return parts, document["labels"]
+
+
 def _parts(
     breakdown: str | None, phases: str, spent_s: float, *, ended: bool
 ) -> tuple[dict[str, float], dict[str, Label], float]:
@@ -193,10 +177,7 @@ def _parts(
     labels: dict[str, Label] = {}
     rest = DISPATCH
     if breakdown is not None:
-        document = orjson.loads(breakdown)
-        parts, labels = document["parts_s"], document["labels"]
-        if min(parts.values(), default=0.0) < 0:
-            parts = {part: max(0.0, seconds) for part, seconds in parts.items()}
+        parts, labels = measured_parts(breakdown)
     else:
         parts = {}
         for part, seconds in orjson.loads(phases):
@@ -233,60 +214,3 @@ def committed_steps(rows: JoinedRows) -> list[StepTime]:
             )
         free_at_s = committed_at_s
     return steps
-
-
-def _intervals_of_ledger(rows: JoinedRows, steps: Sequence[StepTime]) -> Iterator[Interval]:
-    """Yield checkpoints, restarts of the learner, outages, and evaluations, whose first rollout begins them."""
-    committed = {step.step: step.committed_at_s for step in steps}
-    times = sorted(committed.values())
-    for version, at_s in rows.select("checkpoints", ("version", "recorded_at_s")):
-        step = int(version.rpartition(".")[2])
-        yield Interval("checkpoint", min(at_s, committed.get(step, at_s)), at_s)
-    opened = sorted(at_s for (at_s,) in rows.select("epochs", ("opened_at_s",)))
-    for at_s in opened[1:]:
-        yield Interval("restart", max((time_s for time_s in times if time_s < at_s), default=at_s), at_s)
-    for began_s, ended_s in rows.select("outages", ("began_at_s", "ended_at_s")):
-        yield Interval("outage", began_s, ended_s or float("inf"))
-    evaluated: dict[str, tuple[float, float]] = {}
-    for tag, version, at_s, text in rows.select("evaluations", ("tag", "version", "recorded_at_s", "breakdown")):
-        begun_s = at_s - orjson.loads(text)["wall_s"] if text else committed.get(int(version.rpartition(".")[2]), at_s)
-        start_s, end_s = evaluated.get(tag, (begun_s, at_s))
-        evaluated[tag] = (min(start_s, begun_s), max(end_s, at_s))
-    for start_s, end_s in evaluated.values():
-        yield Interval("evaluation", start_s, end_s)
-
-
-def _intervals_of_metrics(path: Path) -> Iterator[Interval]:
-    """Yield pushes, quarantines of engines (until the next push), and periods in which pacing lowered its limit."""
-    quarantined_s: float | None = None
-    limit: float | None = None
-    for record in pushes_and_limits(path):
-        at_s = record["time_s"]
-        if record["kind"] == "push":
-            yield Interval("push", at_s - record["total_s"], at_s)
-            if quarantined_s is not None:
-                yield Interval("quarantine", quarantined_s, at_s)
-            quarantined_s = at_s if record.get("quarantined") else None
-        elif isinstance(new := record.get("rollout_limit"), float | int):
-            if limit is not None and new < limit:
-                yield Interval("pacing", at_s - record["seconds"], at_s)
-            limit = new
-    if quarantined_s is not None:
-        yield Interval("quarantine", quarantined_s, float("inf"))
-
-
-def pushes_and_limits(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of pushes, and those of stations that name pacing's limit. A long run has a hundred thousand
-    others, which are not parsed."""
-    for file_path in kept_files(path):
-        with file_path.open("rb") as file:
-            for line in file:
-                if line.startswith(PUSH) or LIMIT in line:
-                    try:
-                        record = orjson.loads(line)
-                    except orjson.JSONDecodeError:
-                        continue
-                    # A record without its numbers was written by something else.
-                    span = _SECONDS.get(str(record.get("kind"))) if isinstance(record, dict) else None
-                    if span and all(isinstance(record.get(key), float | int) for key in ("time_s", span)):
-                        yield record

@@ -74,6 +74,27 @@ class Interval:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """A committed step: its rollouts, when its batch was leased, and when the step before it was committed."""
+
+    step: int
+    rollouts: tuple[str, ...]
+    leased_at_s: float
+    committed_at_s: float
+    free_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimes:
+    """Times of a run. `missing` has a sentence for each thing that the verdicts lack."""
+
+    rows: tuple[RolloutTime, ...]
+    steps: tuple[StepTime, ...] = ()
+    meanwhile: tuple[Interval, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
 def is_of_evaluation(part: str) -> bool:
     """Return whether a part belongs to the evaluator; older ledgers have only `evaluate`."""
     return part in OF_EVALUATION or part == "evaluate"

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from headrace.actors.slowness.cohort import Typical
-    from headrace.actors.slowness.reading import RunTimes
-    from headrace.actors.slowness.rows import RolloutTime
+    from headrace.actors.slowness.rows import RolloutTime, RunTimes
     from headrace.actors.slowness.verdicts import SlowReport, Verdict
 
 BAR: Final = 40

@@ -31,7 +31,7 @@ from headrace.actors.slowness.rows import RUNNING, RolloutTime
 from headrace.buffer.breakdown import is_of_agent
 
 if TYPE_CHECKING:
-    from headrace.actors.slowness.reading import RunTimes, StepTime
+    from headrace.actors.slowness.rows import RunTimes, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

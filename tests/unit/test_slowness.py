@@ -11,8 +11,8 @@ import pytest
 
 from headrace.actors.slowness.cohort import Cohorts, Typical
 from headrace.actors.slowness.factors import discovery_limit, upper_tail
-from headrace.actors.slowness.reading import RunTimes, StepTime, pushes_and_limits
-from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime
+from headrace.actors.slowness.meanwhile import pushes_and_limits
+from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime, RunTimes, StepTime
 from headrace.actors.slowness.survival import SurvivalCurve
 from headrace.actors.slowness.verdicts import explain
 

@@ -1,0 +1,83 @@
+"""What a run did meanwhile: evaluations, pushes, checkpoints, restarts, outages, quarantines and pacing.
+
+Invariant: of `metrics.jsonl` only the records of pushes and of pacing are parsed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from headrace.actors.slowness.rows import Interval
+from headrace.serve.observing.retention import kept_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.actors.slowness.rows import StepTime
+    from headrace.buffer.audit.joined_rows import JoinedRows
+
+NO_METRICS: Final = "no metrics.jsonl: evaluations, pushes and pacing are not compared"
+_SECONDS: Final = {"push": "total_s", "stations": "seconds"}
+"""Fields of metrics that hold the length of what ended at their time."""
+PUSH: Final = b'{"kind":"push"'
+LIMIT: Final = b'"rollout_limit":'
+
+
+def intervals_of_ledger(rows: JoinedRows, steps: Sequence[StepTime]) -> Iterator[Interval]:
+    """Yield checkpoints, restarts of the learner, outages, and evaluations, whose first rollout begins them."""
+    committed = {step.step: step.committed_at_s for step in steps}
+    times = sorted(committed.values())
+    for version, at_s in rows.select("checkpoints", ("version", "recorded_at_s")):
+        step = int(version.rpartition(".")[2])
+        yield Interval("checkpoint", min(at_s, committed.get(step, at_s)), at_s)
+    opened = sorted(at_s for (at_s,) in rows.select("epochs", ("opened_at_s",)))
+    for at_s in opened[1:]:
+        yield Interval("restart", max((time_s for time_s in times if time_s < at_s), default=at_s), at_s)
+    for began_s, ended_s in rows.select("outages", ("began_at_s", "ended_at_s")):
+        yield Interval("outage", began_s, ended_s or float("inf"))
+    evaluated: dict[str, tuple[float, float]] = {}
+    for tag, version, at_s, text in rows.select("evaluations", ("tag", "version", "recorded_at_s", "breakdown")):
+        begun_s = at_s - orjson.loads(text)["wall_s"] if text else committed.get(int(version.rpartition(".")[2]), at_s)
+        start_s, end_s = evaluated.get(tag, (begun_s, at_s))
+        evaluated[tag] = (min(start_s, begun_s), max(end_s, at_s))
+    for start_s, end_s in evaluated.values():
+        yield Interval("evaluation", start_s, end_s)
+
+
+def intervals_of_metrics(path: Path) -> Iterator[Interval]:
+    """Yield pushes, quarantines of engines (until the next push), and periods in which pacing lowered its limit."""
+    quarantined_s: float | None = None
+    limit: float | None = None
+    for record in pushes_and_limits(path):
+        at_s = record["time_s"]
+        if record["kind"] == "push":
+            yield Interval("push", at_s - record["total_s"], at_s)
+            if quarantined_s is not None:
+                yield Interval("quarantine", quarantined_s, at_s)
+            quarantined_s = at_s if record.get("quarantined") else None
+        elif isinstance(new := record.get("rollout_limit"), float | int):
+            if limit is not None and new < limit:
+                yield Interval("pacing", at_s - record["seconds"], at_s)
+            limit = new
+    if quarantined_s is not None:
+        yield Interval("quarantine", quarantined_s, float("inf"))
+
+
+def pushes_and_limits(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of pushes, and those of stations that name pacing's limit. A long run has a hundred thousand
+    others, which are not parsed."""
+    for file_path in kept_files(path):
+        with file_path.open("rb") as file:
+            for line in file:
+                if line.startswith(PUSH) or LIMIT in line:
+                    try:
+                        record = orjson.loads(line)
+                    except orjson.JSONDecodeError:
+                        continue
+                    # A record without its numbers was written by something else.
+                    span = _SECONDS.get(str(record.get("kind"))) if isinstance(record, dict) else None
+                    if span and all(isinstance(record.get(key), float | int) for key in ("time_s", span)):
+                        yield record
