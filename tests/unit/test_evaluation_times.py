@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_rollout_of_an_evaluation_is_a_row(run: Path) -> None:
     times, recorded = read_evaluation_times(run), evaluations(run)
     assert {row.rollout_id for row in times.rows} == {record.rollout_id for record in recorded}
-    assert len(times.rows) > 100
+    assert len(times.rows) > 60
     for row in times.rows:
         assert row.purpose == "evaluation"
         assert row.ended_at_s is not None
