@@ -71,7 +71,8 @@ class GenerateRequest:
 class Completion:
     """Sampled completion. `output_ids` and `logprobs` have equal lengths, and the spans cover them without gaps. `text`
     omits the matched stop. `queue_s` and `prefill_s` are the seconds in the engine's queue and from there to the first
-    token, by the engine's clock; None if it does not report them."""
+    token, and `total_s` those from the request's arrival at the engine to its answer, all by the engine's clock; None
+    if it does not report them."""
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -83,6 +84,7 @@ class Completion:
     retractions: int
     queue_s: float | None = None
     prefill_s: float | None = None
+    total_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

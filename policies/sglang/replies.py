@@ -83,6 +83,7 @@ def parse_completion(
         retractions=_count(meta, "num_retractions"),
         queue_s=_seconds(meta.get("queue_time")),
         prefill_s=_between(meta, "forward_entry_time", "prefill_finished_time"),
+        total_s=_seconds(meta.get("e2e_latency")),
     )
 
 

@@ -101,7 +101,8 @@ class UsageClock:
 
     def called(self, engine: str, outcome: Completion | None, start_s: float, end_s: float, *, held_s: float) -> None:
         """Note a call of an engine, which a closed gate held for `held_s`; `outcome` is None if it failed. The parts of
-        its time are those that the engine reports; without a report there is one part."""
+        its time are those that the engine reports, and the rest is one part: the way to the engine and back, or all of
+        it without a report. An engine that does not report its total has decoded for the rest."""
         self._engines.setdefault(engine)
         held_s = min(held_s, end_s - start_s)
         if outcome is None or outcome.queue_s is None or outcome.prefill_s is None:
@@ -111,8 +112,11 @@ class UsageClock:
             worked_s = end_s - start_s - held_s
             queue_s = min(max(0.0, outcome.queue_s), worked_s)
             prefill_s = min(max(0.0, outcome.prefill_s), worked_s - queue_s)
-            decode_s = worked_s - queue_s - prefill_s
-            lengths = [(ENGINE_QUEUE, queue_s), (ENGINE_PREFILL, prefill_s), (GATE, held_s), (ENGINE_DECODE, decode_s)]
+            decode_s = left_s = worked_s - queue_s - prefill_s
+            if outcome.total_s is not None:
+                decode_s = min(max(0.0, outcome.total_s - queue_s - prefill_s), left_s)
+            reported = [(ENGINE_QUEUE, queue_s), (ENGINE_PREFILL, prefill_s), (GATE, held_s), (ENGINE_DECODE, decode_s)]
+            lengths = [(ENGINE, left_s - decode_s), *reported]
         for part, seconds in lengths:
             self.add(part, start_s, start_s + seconds)
             start_s += seconds

@@ -81,9 +81,16 @@ def test_an_engine_that_reports_nothing_is_one_part_and_a_closed_gate_is_told_ap
     assert seconds(clock.usage(10.0)) == {"gate": 4.0, "engine": 6.0}
 
 
+def test_the_way_to_an_engine_and_back_is_not_the_engine_s_own_time() -> None:
+    clock = UsageClock(since_s=0.0)
+    clock.called("e0", completion(queue_s=1.0, prefill_s=2.0, total_s=4.5), 0.0, 10.0, held_s=0.0)
+    parts = seconds(clock.usage(10.0))
+    assert parts == {"engine": 5.5, "engine.queue": 1.0, "engine.prefill": 2.0, "engine.decode": 1.5}
+
+
 def test_reported_times_longer_than_the_call_are_cut() -> None:
     clock = UsageClock(since_s=0.0)
-    clock.called("e0", completion(queue_s=50.0, prefill_s=9.0), 0.0, 10.0, held_s=2.0)
+    clock.called("e0", completion(queue_s=50.0, prefill_s=9.0, total_s=99.0), 0.0, 10.0, held_s=2.0)
     assert seconds(clock.usage(10.0)) == {"engine.queue": 8.0, "gate": 2.0}
 
 
