@@ -58,6 +58,8 @@ EVALUATE_APPLY: Final = "evaluate.apply"
 """Writing the files of the check."""
 EVALUATE_CHECK: Final = "evaluate.check"
 """Running the check."""
+EVALUATE: Final = "evaluate"
+"""An evaluation that did not report how it spent the time, since it failed or was cancelled."""
 RELEASE: Final = "release"
 """Giving sandboxes back to the pool."""
 OFFER: Final = "offer"
@@ -74,6 +76,7 @@ OF_EVALUATION: Final = (
     EVALUATE_COLLECT,
     EVALUATE_APPLY,
     EVALUATE_CHECK,
+    EVALUATE,
 )
 PARTS: Final = (*BEFORE_AGENT, *OF_AGENT, *OF_EVALUATION, RELEASE, OFFER, OTHER)
 """The parts with a fixed name, in the order of a rollout. Those of tools and services come after the agent's."""

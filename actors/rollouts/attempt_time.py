@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.record.parts import part_clock
 from headrace.actors.services.figures import service_time
-from headrace.buffer.breakdown import EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
+from headrace.buffer.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class AttemptTime:
     _phases: list[Segment] = field(default_factory=list)
     _sessions: list[Segment] = field(default_factory=list)
     _evaluation: list[Segment] = field(default_factory=list)
+    _is_evaluated: bool = False
     _inner: list[Segment] = field(default_factory=list)
 
     def in_progress(self) -> tuple[str, float, float]:
@@ -139,6 +140,7 @@ class AttemptTime:
     def evaluated(self, parts_s: Mapping[str, float], began_s: float) -> None:
         """Take over the parts of an evaluation that was asked for at `began_s` and has just ended. What exceeds the
         evaluator's own time was a wait for it."""
+        self._is_evaluated = True
         waited_s = asyncio.get_running_loop().time() - began_s - sum(parts_s.values())
         # An evaluation in this process has measured its own parts.
         for part, seconds in [(EVALUATE_QUEUE, waited_s), *parts_s.items()] if parts_s else ():
@@ -150,7 +152,8 @@ class AttemptTime:
         end_s = asyncio.get_running_loop().time()
         base = innermost(self._phases, self._began_s, end_s, idle=OTHER)
         # Of an agent without turns at a gateway nothing else is known.
-        agent, evaluation = OTHER if self._sessions else OWN, OTHER
+        agent = OTHER if self._sessions else OWN
+        evaluation = OTHER if self._is_evaluated else EVALUATE
         names = {AGENT_PHASE: agent, EVALUATE_PHASE: evaluation}
         path = [Segment(names.get(each.part, each.part), each.start_s, each.end_s) for each in base]
         for over in (self._sessions, self._evaluation):

@@ -96,8 +96,8 @@ class RunTimes:
 
 
 def is_of_evaluation(part: str) -> bool:
-    """Return whether a part belongs to the evaluator; older ledgers have only `evaluate`."""
-    return part in OF_EVALUATION or part == "evaluate"
+    """Return whether a part belongs to the evaluator."""
+    return part in OF_EVALUATION
 
 
 @lru_cache(maxsize=4096)
@@ -107,6 +107,4 @@ def in_order(part: str) -> tuple[int, int, str]:
         return (0, LEDGER_PARTS.index(part), part)
     if part == "agent":
         return (1, *place_of("own"))
-    if part == "evaluate":
-        return (1, *place_of(OF_EVALUATION[0]))
     return (1, *place_of(part))

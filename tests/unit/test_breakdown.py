@@ -188,12 +188,13 @@ def test_an_action_that_the_worker_runs_itself_is_its_own_part_of_the_agent() ->
     assert run_virtual(main()).parts_s == pytest.approx({"own": 1.0, "tool.run": 2.0})
 
 
-def test_an_attempt_that_is_cancelled_says_where_it_was() -> None:
+@pytest.mark.parametrize("phase", ["boot", "evaluate"])
+def test_an_attempt_that_is_cancelled_says_where_it_was(phase: str) -> None:
     async def main() -> tuple[str, float, Breakdown]:
         time = AttemptTime()
 
         async def work() -> None:
-            with time.measured(), time.clock("boot", "boot"):
+            with time.measured(), time.clock(phase, phase):
                 await asyncio.sleep(1e6)
 
         task = asyncio.ensure_future(work())
@@ -204,8 +205,8 @@ def test_an_attempt_that_is_cancelled_says_where_it_was() -> None:
         return part, part_s, time.breakdown()
 
     part, part_s, found = run_virtual(main())
-    assert (part, part_s) == ("boot", 7.0)
-    assert found.parts_s == {"boot": 7.0}
+    assert (part, part_s) == (phase, 7.0)
+    assert found.parts_s == {phase: 7.0}
 
 
 # What the ledger keeps.
