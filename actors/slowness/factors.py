@@ -5,8 +5,9 @@ Fisher. The Benjamini-Yekutieli procedure, which holds for dependent tests, keep
 tests of a run at `FALSE_DISCOVERIES`.
 
 Invariants:
-- A factor has at least `LEAST_SUPPORT` slow rollouts, and its rollouts are slow at least `LEAST_RATIO` times as often
-  as the others. (A lift cannot serve as this bound: that of a factor of half of all rollouts is at most 2.)
+- A factor has at least `LEAST_SUPPORT` slow rollouts of `LEAST_GROUPS` groups, and its rollouts are slow at least
+  `LEAST_RATIO` times as often as the others. (A lift cannot serve as this bound: that of a factor of half of all
+  rollouts is at most 2.)
 - Compared are rollouts that ended by themselves: of others neither the labels nor the times are complete.
 - An event counts for a rollout only if it coincided for long enough to explain half of a usual excess.
 - A factor that the rollouts of a stronger one explain is not reported; one that has the same rollouts is named with it.
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 FALSE_DISCOVERIES: Final = 0.01
 LEAST_SUPPORT: Final = 3
+LEAST_GROUPS: Final = 2
+"""The members of a group are issued together, so what slowed one group may be its moment as well as its labels."""
 LEAST_RATIO: Final = 2.0
 SHARE_OF_EXCESS: Final = 0.5
 """An event coincides with a rollout if it may have held it up for this share of the median excess of slow ones."""
@@ -201,6 +204,8 @@ def common_factors(
     """Return the factors of each part with the rollouts that have them, the most convincing first. Compared are the
     rollouts that ended by themselves, and those that were held up."""
     rows = cohorts.rows
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(row.group for row in rows))}
+    groups = np.fromiter((numbers[row.group] for row in rows), dtype=np.int64, count=len(rows))
     tools = [column for part, column in cohorts.column.items() if part.startswith(TOOL)]
     labels = carriers_of(rows, cohorts.seconds[:, tools].sum(axis=1))
     found: defaultdict[str, list[_Tested]] = defaultdict(list)
@@ -214,7 +219,7 @@ def common_factors(
         for names, places in distinct_sets(part, labels | beside(held, meanwhile), population):
             kinds = [kind for kind, _ in names]
             order = sorted(range(len(names)), key=lambda at: (kinds[at] in LAST, _rank(nearest, kinds[at])))
-            each = _Tested(part, tuple(names[at] for at in order), places, slow, population)
+            each = _Tested(part, tuple(names[at] for at in order), places, slow, population, groups)
             least.append(each.least_p())
             if (factor := each.factor()) is not None:
                 found[part].append(replace(each, whole=factor))
@@ -242,14 +247,15 @@ def distinct_sets(part: str, carriers: Carriers, population: Flags) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class _Tested:
-    """A hypothesis: slow rollouts of this part are more frequent among `places`. `whole` is the factor over the whole
-    population, once it is tested."""
+    """A hypothesis: slow rollouts of this part are more frequent among `places`. `groups` numbers the group of each
+    rollout, and `whole` is the factor over the whole population, once it is tested."""
 
     part: str
     names: tuple[tuple[str, str], ...]
     places: Places
     slow: Flags
     population: Flags
+    groups: Places
     whole: Factor | None = None
 
     def least_p(self) -> float:
@@ -266,6 +272,8 @@ class _Tested:
         support, all_slow, total = int(slow[places].sum()), int(slow.sum()), int(population.sum())
         others, slow_others = total - len(places), all_slow - support
         if support < LEAST_SUPPORT or support * others < LEAST_RATIO * slow_others * len(places):
+            return None
+        if len(np.unique(self.groups[places[slow[places]]])) < LEAST_GROUPS:
             return None
         texts = dict.fromkeys(kind if value in ("", LONG) else f"{kind} {value}" for kind, value in self.names)
         kind, value = self.names[0]

@@ -334,6 +334,18 @@ def test_a_factor_shows_the_slow_rollouts_that_their_own_p95_hides() -> None:
     assert {verdict.part for verdict in hidden} == {"boot"}
 
 
+def test_a_group_that_met_a_bad_moment_says_nothing_of_its_task() -> None:
+    def found(*groups: int) -> tuple[str, str | None]:
+        rows = many(5)
+        for place in (place for group in groups for place in range(8 * group, 8 * group + 8)):
+            parts = rows[place].parts_s | {"boot": 600.0}
+            rows[place] = replace(rows[place], parts_s=parts, total_s=sum(parts.values()))
+        return only(explain(RunTimes(rows=tuple(rows))))
+
+    assert found(14) == ("boot", None)
+    assert found(14, 24) == ("boot", "task task-4")
+
+
 def test_a_label_with_a_value_for_each_rollout_is_no_factor() -> None:
     def unique(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
         labels["session"] = f"session-{at_s}"
