@@ -5,6 +5,7 @@ Invariant: what agents wrote (names of tools) is printed without control charact
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError
@@ -53,7 +54,7 @@ def slow_lines(report: SlowReport, verdicts: Sequence[Verdict], top: int) -> lis
 def verdict_lines(verdict: Verdict) -> Iterable[str]:
     """Return the lines of one verdict: the rollout, its cause, and what to do."""
     running = " so far" if verdict.running else ""
-    typical = f"(typical {verdict.p50_s:.1f} s, p95 {verdict.p95_s:.1f} s, cohort of {verdict.n})"
+    typical = f"(typical {verdict.p50_s:.1f} s, p95 {limit_of(verdict)}, cohort of {verdict.n})"
     name = f"{verdict.rollout_id}.{verdict.attempt}"
     yield f"{name}  {verdict.total_s:.1f} s{running}  {typical}  step {verdict.step}  task {verdict.task}"
     parts = {part.part: part for part in verdict.parts}
@@ -65,6 +66,11 @@ def verdict_lines(verdict: Verdict) -> Iterable[str]:
     cost = f"; delayed its step by {verdict.cost_s:.1f} s" if verdict.cost_s else ""
     yield f"    {' and '.join(named)}; {factor}{cost}"
     yield f"    {verdict.advice}"
+
+
+def limit_of(verdict: Verdict) -> str:
+    """Return the 95th percentile of the rollout's cohort, which is unknown if too many of it were stopped."""
+    return f"{verdict.p95_s:.1f} s" if math.isfinite(verdict.p95_s) else "unknown"
 
 
 def whole_id(given: str, ids: Iterable[str]) -> str:

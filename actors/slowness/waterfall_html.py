@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.slowness.rows import in_order
-from headrace.actors.slowness.told import printable, shown
+from headrace.actors.slowness.told import limit_of, printable, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -159,7 +159,7 @@ def verdict_text(verdict: Verdict) -> str:
     factor = "no common factor" if verdict.factor is None else f"common factor {_isolated(verdict.factor.text())}"
     cost = f" It delayed its step by {verdict.cost_s:.1f} s." if verdict.cost_s else ""
     advice = _KEY.sub(r"<code>\1</code>", _text(verdict.advice))
-    typical = f"{verdict.p50_s:.1f} s are typical (p95 {verdict.p95_s:.1f} s, cohort of {verdict.n})"
+    typical = f"{verdict.p50_s:.1f} s are typical (p95 {limit_of(verdict)}, cohort of {verdict.n})"
     return (
         f'<p class="verdict">Slow: {verdict.total_s:.1f} s where {typical}. Cause: {causes}; {factor}.{cost}<br>'
         f"{advice}</p>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from headrace.actors.slowness.comparison import compare
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.told import chosen, place_of_rollout, slow_lines, waterfall, waterfall_lines
 from headrace.actors.slowness.verdicts import explain
-from headrace.actors.slowness.waterfall_html import WIDTH, waterfall_fragment, waterfall_page
+from headrace.actors.slowness.waterfall_html import WIDTH, verdict_text, waterfall_fragment, waterfall_page
 from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
@@ -62,6 +63,9 @@ async def test_slow_rollouts_are_named_with_part_factor_and_advice(run: Path) ->
     assert not any("\x1b" in line for line in lines)
     assert chosen(report, since=1, step=None) == []
     assert slow_lines(report, [], 1)[0] == "none of 64 rollouts was slow"
+    unbounded = replace(verdicts[0], p95_s=math.inf)
+    assert any("p95 unknown" in line for line in slow_lines(report, [unbounded], 1))
+    assert "p95 unknown" in verdict_text(unbounded)
     document = report.to_json(verdicts[:1])
     assert (document["slow"], len(document["verdicts"]), document["verdicts"][0]["causes"]) == (5, 1, ("boot",))
 
