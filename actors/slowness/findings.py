@@ -34,8 +34,8 @@ RATIO: Final = 1.5
 HELD_UP: Final = 0.5
 """A part held a rollout up if it took this share of a typical rollout longer than its own median."""
 OUTLYING: Final = 6.0
-"""A task is slow in a part if its median exceeds that of all tasks by this many robust standard deviations (1.4826
-times the median absolute deviation of the tasks' medians) ..."""
+"""A task is slow in a part, or as a whole, if its median exceeds that of all tasks by this many robust standard
+deviations (1.4826 times the median absolute deviation of the tasks' medians) ..."""
 LEAST_SHARE: Final = 0.5
 """... and by this share of a typical rollout's total."""
 LEAST_TASKS: Final = 4
@@ -64,8 +64,8 @@ def against_cohort(cohorts: Cohorts, medians: Floats, places: Places, against: s
 
 
 def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
-    """Return the rollouts of tasks that are slow as a whole, in one part, beside the other tasks. Their own cohorts
-    would hide it."""
+    """Return the rollouts of tasks that are slow as a whole beside the other tasks: in one part or, where several take
+    a little longer, in all parts together. Their own cohorts would hide it."""
     tasks = {key: places for key, places in cohorts.by_task.items() if len(places) >= LEAST_MEMBERS}
     by_recipe: defaultdict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for key in tasks:
@@ -74,18 +74,20 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
     for keys in by_recipe.values():
         if len(keys) < LEAST_TASKS:
             continue
-        medians = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
+        of_parts = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
+        medians = np.column_stack((of_parts, of_parts.sum(axis=1)))
         middle = np.median(medians, axis=0)
         spread = 1.4826 * np.median(np.abs(medians - middle), axis=0)
-        total_s = float(np.median(medians.sum(axis=1)))
+        total_s = float(middle[-1])
         least_s = LEAST_SHARE * total_s
         above = medians - middle
         outlying = (above > OUTLYING * spread) & (above > least_s)
         for number in np.nonzero(outlying.any(axis=1))[0]:
-            column = int(np.argmax(np.where(outlying[number], above[number], -np.inf)))
-            members = tasks[keys[number]]
-            slow = members[cohorts.seconds[members, column] - middle[column] > least_s]
-            typical = np.broadcast_to(middle, (len(slow), len(middle)))
+            members, parts = tasks[keys[number]], np.where(outlying[number, :-1], above[number, :-1], -np.inf)
+            column = int(np.argmax(parts)) if outlying[number, :-1].any() else -1
+            spent_s = cohorts.totals[members] if column < 0 else cohorts.seconds[members, column]
+            slow = members[spent_s - middle[column] > least_s]
+            typical = np.broadcast_to(middle[:-1], (len(slow), len(middle) - 1))
             found |= _found(cohorts, slow, "tasks", typical, np.full(len(slow), total_s))
     return found
 

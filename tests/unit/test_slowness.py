@@ -334,6 +334,20 @@ def test_a_factor_shows_the_slow_rollouts_that_their_own_p95_hides() -> None:
     assert {verdict.part for verdict in hidden} == {"boot"}
 
 
+def test_a_task_that_takes_a_little_longer_in_several_parts_is_slow_as_a_whole() -> None:
+    def slower(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        if labels["task"] == "task-4":
+            parts["boot"] += 16
+            parts["evaluate.check"] += 15
+
+    verdicts = explain(RunTimes(rows=tuple(many(6, slower)))).verdicts
+    whole = [verdict for verdict in verdicts if verdict.against == "tasks"]
+    assert {verdict.task for verdict in whole} == {"task-4"}
+    named = [verdict for verdict in whole if verdict.part in ("boot", "evaluate.check")]
+    assert len(named) > max(32, 0.8 * len(whole)), "the others decoded for long by chance"
+    assert {verdict.factor.text() if verdict.factor else "" for verdict in named} == {"task task-4"}
+
+
 def test_a_group_that_met_a_bad_moment_says_nothing_of_its_task() -> None:
     def found(*groups: int) -> tuple[str, str | None]:
         rows = many(5)
