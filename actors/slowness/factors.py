@@ -131,7 +131,10 @@ def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
     if (known := shares[np.isfinite(shares)]).size:
         limit = min(float(np.quantile(known, CPU_SHARE)), float(np.median(known)) / 2)
         carriers["cpu_share", "low"] = np.nonzero(shares <= limit)[0]
-    return {key: places for key, places in carriers.items() if len(places) >= LEAST_SUPPORT}
+    # Where all ran on one host, that attempts failed there says no more than that they failed.
+    hosts = {value for kind, value in carriers if kind in ("host", "failed_on")}
+    told = {key: places for key, places in carriers.items() if key[0] != "failed_on" or len(hosts) > 1}
+    return {key: places for key, places in told.items() if len(places) >= LEAST_SUPPORT}
 
 
 def _numbers(values: Sequence[Label | None]) -> Floats:

@@ -360,6 +360,17 @@ def test_a_group_that_met_a_bad_moment_says_nothing_of_its_task() -> None:
     assert found(14, 24) == ("boot", "task task-4")
 
 
+@pytest.mark.parametrize(("hosts", "factor"), [(1, None), (2, "failed_on host-0")])
+def test_the_only_host_does_not_explain_why_attempts_failed(hosts: int, factor: str | None) -> None:
+    def failed(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
+        labels["host"] = f"host-{int(at_s) % hosts}"
+        if int(at_s * 1000) % 17 == 0:
+            labels["failed_on"] = ("host-0",)
+            parts["earlier_attempts"] = 200.0
+
+    assert only(explain(RunTimes(rows=tuple(many(7, failed))))) == ("earlier_attempts", factor)
+
+
 def test_a_label_with_a_value_for_each_rollout_is_no_factor() -> None:
     def unique(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
         labels["session"] = f"session-{at_s}"
