@@ -54,12 +54,14 @@ def tar(entries: Iterable[Entry]) -> bytes:
     return buffer.getvalue()
 
 
+BASE = ("/bin/bash", "/bin/cat", "/bin/ls", "/bin/sleep", "/bin/id", "/bin/mkdir", "/bin/rm", "/bin/touch")
+
+
 @functools.cache
-def base_entries() -> tuple[Entry, ...]:
-    """Return a root file system with bash and a few tools, dynamically linked, from this host."""
-    programs = ("/bin/bash", "/bin/cat", "/bin/ls", "/bin/sleep", "/bin/id", "/bin/mkdir", "/bin/rm", "/bin/touch")
+def base_entries(*more: str) -> tuple[Entry, ...]:
+    """Return a root file system with bash, a few tools and `more` programs, dynamically linked, from this host."""
     names: dict[str, str] = {}
-    for program in programs:
+    for program in (*BASE, *more):
         names[program] = program
         listing = subprocess.run(("ldd", program), capture_output=True, text=True, check=True).stdout
         names.update({path: path for path in re.findall(r"/\S+", listing)})

@@ -1,7 +1,9 @@
-"""A real HTTP proxy in front of a server, which answers some calls of a path with 500 without passing them on."""
+"""A real HTTP proxy in front of a server, which answers some calls of a path with 500 without passing them on, and
+those of other paths late."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,12 +31,14 @@ class Call:
 
 @dataclass
 class RefusingProxy:
-    """`refusing` has the number of calls of a path that are still to be answered with 500."""
+    """`refusing` has the number of calls of a path that are still to be answered with 500, `late_s` the seconds by
+    which the calls of a path are delayed on their way to the server."""
 
     target: str
     http: aiohttp.ClientSession
     url: str = ""
     refusing: dict[str, float] = field(default_factory=dict)
+    late_s: dict[str, float] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 
     def of(self, path: str) -> list[Call]:
@@ -46,6 +50,7 @@ class RefusingProxy:
             self.refusing[request.path] -= 1
             self.calls.append(Call(began_s, request.path, 500))
             return web.json_response(REFUSAL, status=500)
+        await asyncio.sleep(self.late_s.get(request.path, 0.0))
         url = self.target + request.path_qs
         headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
         async with self.http.request(request.method, url, data=await request.read(), headers=headers) as response:

@@ -1,0 +1,150 @@
+"""`headrace trace slow` over small real runs, each with one planted cause: it names the part and the factor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.engine_group.fleet import attached_id
+from headrace.buffer.datasets.terminal import Split, generate
+from headrace.buffer.tasks import write_tasks
+from support import image_kit as kit
+from support import run_rig as rig
+from support.group_rig import TINY, servers
+from support.refusing_proxy import refusing_proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headrace.buffer.tasks import Task
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.namespaces,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("ray_cluster"),
+]
+
+TASKS = 8
+LATE_S = 5.0
+"""Seconds that a planted cause adds: several times a typical rollout on a busy machine."""
+PATIENCE = (
+    "buffer.max_staleness=8",
+    "rollout.queue_timeout_s=120",
+    "rollout.boot_timeout_s=60",
+    "rollout.prepare_timeout_s=60",
+    "rollout.agent_timeout_s=120",
+    "rollout.evaluate_timeout_s=120",
+    "service.hang_s=60",
+)
+"""Nothing that is slow is repeated, neither because it is too old nor on a busy machine."""
+TOOLS = ("/bin/grep", "/bin/sed", "/bin/tail", "/bin/mv")
+"""Programs that the policy runs beside those of every image."""
+
+
+def program(name: str, script: str) -> kit.Entry:
+    return kit.file(name, f"#!/bin/bash\n{script}\n".encode(), mode=0o755)
+
+
+def write_image(path: Path, *entries: kit.Entry) -> str:
+    path.write_bytes(kit.tar((*kit.base_entries(*TOOLS), *entries)))
+    return str(path)
+
+
+def without_python(count: int) -> list[Task]:
+    """Tasks whose checks need no interpreter in their image."""
+    tasks = generate(seed=3, count=2 * count, split=Split.TRAIN)
+    return [task for task in tasks if task.family != "terminal/repair"][:count]
+
+
+def files(folder: Path, train: Iterable[Task]) -> tuple[str, str]:
+    """Settings of a run with these tasks to train on."""
+    write_tasks(folder / "train.jsonl", train)
+    write_tasks(folder / "heldout.jsonl", generate(seed=3, count=4, split=Split.HELD_OUT))
+    return f"tasks.train={folder}/train.jsonl", f"tasks.heldout={folder}/heldout.jsonl"
+
+
+async def causes_of(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The causes that the command names of a run with these settings, that of the most seconds first."""
+    config, directory = rig.prepare_small(folder, "run", *PATIENCE, *overrides)
+    summary = await rig.run_prepared(config, directory)
+    assert not summary.problems
+    command = (Path(sys.executable).with_name("headrace"), "trace", "slow", directory.path, "--json", "-")
+    pipe = asyncio.subprocess.PIPE
+    told = await asyncio.create_subprocess_exec(*map(str, command), stdout=pipe, stderr=pipe)
+    output, errors = await told.communicate()
+    assert told.returncode == 0, errors.decode()
+    report = json.loads(output)
+    print(json.dumps(report["causes"], indent=1))
+    return sorted(report["causes"], key=lambda cause: -cause["excess_s"])
+
+
+def factor_of(cause: dict[str, Any]) -> str:
+    """Kind and value of a cause's common factor."""
+    factor = cause["factor"]
+    return "" if factor is None else f"{factor['kind']} {factor['value']}".rstrip()
+
+
+async def test_an_engine_whose_answers_come_late_is_named(tmp_path: Path) -> None:
+    async with servers(TINY, tmp_path, "far") as started, refusing_proxy(started["far"].url) as proxy:
+        proxy.late_s["/generate"] = LATE_S
+        worst = (await causes_of(tmp_path, f'engines.attach=["{proxy.url}"]'))[0]
+    assert (worst["part"], factor_of(worst)) == ("engine", f"engines {attached_id(proxy.url)}")
+
+
+async def test_an_image_that_starts_slowly_is_named(tmp_path: Path) -> None:
+    quick = write_image(tmp_path / "quick.tar", program("start", "exit 0"))
+    slow = write_image(tmp_path / "slow.tar", program("start", f"sleep {LATE_S}"))
+    tasks = [replace(task, image=quick if at % 4 else slow) for at, task in enumerate(without_python(TASKS))]
+    settings = (
+        "sandbox.provider=support.starting_provider:Starting",
+        f"sandbox.settings.image_folder={tmp_path}/images",
+    )
+    worst = (await causes_of(tmp_path, *files(tmp_path, tasks), *settings))[0]
+    # Its clean sandboxes start as slowly.
+    assert worst["part"] in ("boot", "evaluate.boot")
+    assert factor_of(worst) == f"image {slow}"
+
+
+async def test_a_tool_that_sleeps_is_named_with_the_task_that_needs_it(tmp_path: Path) -> None:
+    grep = program("usr/local/bin/grep", f'sleep {LATE_S}\nexec /usr/bin/grep "$@"')
+    image = write_image(tmp_path / "image.tar", kit.folder("usr/local"), kit.folder("usr/local/bin"), grep)
+    tasks = [replace(task, image=image) for task in without_python(2 * TASKS)]
+    # All have the tool, and only this kind looks for a word in files.
+    user = next(task for task in tasks if task.family == "terminal/rename")
+    others = [task for task in tasks if task.family != "terminal/rename"][: TASKS - 1]
+    folder = f"sandbox.local.image_folder={tmp_path}/images"
+    worst = (await causes_of(tmp_path, *files(tmp_path, [user, *others]), folder))[0]
+    assert (worst["part"], factor_of(worst)) == ("tool.run", f"task {user.id}")
+
+
+async def test_a_check_that_sleeps_is_named_with_its_task(tmp_path: Path) -> None:
+    tasks = list(generate(seed=3, count=TASKS, split=Split.TRAIN))
+    # The untrained policy ends the sessions of this kind, so they are checked.
+    place = next(place for place, task in enumerate(tasks) if task.family == "terminal/rename")
+    check = f"import time\ntime.sleep({LATE_S})\n{tasks[place].evaluator.check}"
+    sleeping = tasks[place] = replace(tasks[place], evaluator=replace(tasks[place].evaluator, check=check))
+    worst = (await causes_of(tmp_path, *files(tmp_path, tasks)))[0]
+    assert (worst["part"], factor_of(worst)) == ("evaluate.check", f"task {sleeping.id}")
+
+
+async def test_evaluations_that_go_first_are_named(tmp_path: Path) -> None:
+    worst = (
+        await causes_of(
+            tmp_path,
+            "sandbox.pool.held_out_share=1",
+            "dispatcher.evaluation_slots=64",
+            "evaluation.tasks=32",
+            "evaluation.samples=2",
+            "evaluation.every_steps=4",
+            "training.steps=16",
+        )
+    )[0]
+    assert worst["part"] in ("queue", "boot")
+    assert factor_of(worst) == "evaluation"
