@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.serve.observing import span_names
@@ -172,16 +173,21 @@ def configure(
     return TelemetryHandle(provider=provider)
 
 
-class RolloutIdGenerator(RandomIdGenerator):
-    """Generator of random ids, except for the trace and span ids of a rollout attempt's root span (tracing.py)."""
+class RolloutIdGenerator(IdGenerator):
+    """Generator of random ids, except for the trace and span ids of a rollout attempt's root span (tracing.py).
+
+    The SDK's own takes ids from the `random` module, whose state a resumed learner restores: its steps would get the
+    ids of those that were undone, and tracing would change what training draws."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
+        # Seeded by the operating system; asking that for each id costs ten times as much.
+        self._random = random.Random()
 
     def generate_trace_id(self) -> int:
         attempt = root_attempt.get()
-        return super().generate_trace_id() if attempt is None else trace_id_for(self._run_id, *attempt)
+        return (self._random.getrandbits(128) or 1) if attempt is None else trace_id_for(self._run_id, *attempt)
 
     def generate_span_id(self) -> int:
         attempt = root_attempt.get()
-        return super().generate_span_id() if attempt is None else root_span_id_for(self._run_id, *attempt)
+        return (self._random.getrandbits(64) or 1) if attempt is None else root_span_id_for(self._run_id, *attempt)

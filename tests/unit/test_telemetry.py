@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,20 @@ def test_each_attempt_has_its_own_trace(tmp_path: Path) -> None:
     telemetry.shutdown()
     rollout, unrelated = read(tmp_path)
     assert rollout["trace_id"] != unrelated["trace_id"], "the derived id must not leak into later roots"
+
+
+def test_ids_do_not_follow_the_random_numbers_of_the_process_and_do_not_change_them(tmp_path: Path) -> None:
+    """A learner restores the state of `random` from its checkpoint when it repeats steps."""
+    telemetry = setup(tmp_path)
+    state = random.getstate()
+    for _ in range(2):
+        random.setstate(state)
+        telemetry.tracer("test").start_span("step").end()
+        assert random.getstate() == state
+    telemetry.shutdown()
+    first, repeated = read(tmp_path)
+    assert first["trace_id"] != repeated["trace_id"]
+    assert first["span_id"] != repeated["span_id"]
 
 
 def test_the_same_attempt_of_two_runs_has_two_traces() -> None:
