@@ -26,6 +26,8 @@ from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerPa
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.traces.store import SpanFolder
 from headrace.actors.training.replay import Replay
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.breakdown import OTHER, TOOL
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
@@ -40,13 +42,17 @@ from support import repositories
 from support import run_rig as runs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from headrace.actors.agents.agent import Agent
+    from headrace.buffer.breakdown import Breakdown
     from headrace.sandboxes.base import ImageRef
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
+MAX_OTHER = 0.02
+"""Largest share of an attempt's time that may be in no named part."""
+SUBMITS = rigs.ending_of("mini-swe-agent")
 
 
 async def image_with_pytest(pool: SandboxPool) -> ImageRef:
@@ -105,30 +111,36 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
 
 
 class OneOfTwo:
-    """The first rollout mends the repository, every other one gives up."""
+    """The first rollout says `mends` turn by turn, every other one gives up at once."""
 
-    def __init__(self, path: str) -> None:
-        wrong, right = "    return sum(numbers) /", "    if not numbers:\n        return 0.0\n    return sum(numbers) /"
-        self._mends = [
-            rigs.call("Read", file_path=path),
-            rigs.call("Edit", file_path=path, old_string=wrong, new_string=right),
-            rigs.call("Bash", command="git diff --stat; git status --short", description="look"),
-            "It is mended.",
-        ]
+    def __init__(self, mends: Sequence[str], gives_up: str = "I cannot.") -> None:
+        self.mends, self._gives_up = mends, gives_up
         self._begun = 0
 
     def __call__(self, ask: Any) -> str:
         turn = ask.prompt.count("<tool_response>")
         if turn == 0:
             self._begun += 1
-            return self._mends[0] if self._begun == 1 else "I cannot."
-        return str(self._mends[turn])
+            return self.mends[0] if self._begun == 1 else self._gives_up
+        return self.mends[turn]
+
+
+def mends_of_claude_code(look: str) -> list[str]:
+    """What a policy says that mends the repository, and looks at it with a command."""
+    path = f"{repositories.REPO}/calc.py"
+    wrong, right = "    return sum(numbers) /", "    if not numbers:\n        return 0.0\n    return sum(numbers) /"
+    return [
+        rigs.call("Read", file_path=path),
+        rigs.call("Edit", file_path=path, old_string=wrong, new_string=right),
+        rigs.call("Bash", command=look, description="look"),
+        "It is mended.",
+    ]
 
 
 async def test_claude_code_fixes_a_repository_and_is_trained_on_it(tmp_path: Path) -> None:
     rigs.needs("claude-code")
     rigs.write_tokenizer(tmp_path / "model")
-    script = OneOfTwo(f"{repositories.REPO}/calc.py")
+    script = OneOfTwo(mends_of_claude_code("git diff --stat; git status --short"))
     agent = ClaudeCode(ProgramConfig(prompt="In this repository: {instruction}"), ClaudeCodeConfig(bare=True))
     directory = RunDirectory(path=tmp_path / "run")
     directory.path.mkdir()
@@ -146,9 +158,70 @@ async def test_claude_code_fixes_a_repository_and_is_trained_on_it(tmp_path: Pat
     [row] = mended.trajectory.rows
     assert len(rigs.scripted.segments(row.loss_mask_T)) == 4
     said = engine.tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist(), skip_special_tokens=False)
-    assert said == "".join(f"{text}{rigs.STOP}" for text in script._mends)
+    assert said == "".join(f"{text}{rigs.STOP}" for text in script.mends)
     assert mended.advantage > 0
     assert "In this repository: mean([]) raises" in engine.sampled[0].prompt
+
+
+RUN_TESTS = f"PYTHONPATH={repositories.PYTEST}:. python3 -m pytest -q -p no:cacheprovider tests"
+MEND = "sed -i 's/^    return sum.*/    return sum(numbers) \\/ len(numbers) if numbers else 0.0/' calc.py"
+
+
+def breakdowns(run_dir: Path, *, at_least: float = 0.0) -> list[Breakdown]:
+    """The breakdowns of the ledger's attempts with such a reward, printed, each of which adds up."""
+    scored = [each for each in read_evidence(run_dir).attempts if each.reward is not None and each.reward >= at_least]
+    found = [each.breakdown for each in scored if each.breakdown is not None]
+    for breakdown in found:
+        print(f"{breakdown.wall_s:.2f} s", {part: round(seconds, 3) for part, seconds in breakdown.parts_s.items()})
+        assert sum(breakdown.parts_s.values()) == pytest.approx(breakdown.wall_s, abs=0.01)
+    return found
+
+
+def share_of_other(breakdowns: Sequence[Breakdown]) -> float:
+    """The share of the time that nobody measured."""
+    return sum(each.parts_s.get(OTHER, 0.0) for each in breakdowns) / sum(each.wall_s for each in breakdowns)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("agent", "mends", "tools"),
+    [
+        ("claude-code", mends_of_claude_code(RUN_TESTS), ("Bash", "Edit", "Read")),
+        (
+            "mini-swe-agent",
+            [*(rigs.call("bash", command=command) for command in ("cat calc.py", MEND, RUN_TESTS)), SUBMITS],
+            ("bash",),
+        ),
+    ],
+)
+async def test_the_parts_of_a_session_add_up_and_name_its_tools(
+    agent: str, mends: list[str], tools: tuple[str, ...], tmp_path: Path
+) -> None:
+    """At most 2 % of the time of a whole rollout is in no named part."""
+    rigs.needs(agent)
+    rigs.write_tokenizer(tmp_path / "model")
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.path.mkdir()
+    script = OneOfTwo(mends, rigs.ending_of(agent))
+    engine = rigs.scripted.ScriptedEngine.of(tmp_path / "model", rigs.STOP, script)
+    program = rigs.AGENTS[agent](ProgramConfig(prompt="In this repository: {instruction}"))
+    async with (
+        rigs.scripted.serving(engine),
+        running(directory, engine, tmp_path / "model", program) as replay,
+    ):
+        version = (await replay.status()).head
+        assert version is not None
+        batch = await replay.take(version, timeout_s=200)
+    assert batch is not None, [answer.text for answer in engine.sampled]
+    assert sorted(item.reward for item in batch.items) == [0.0, 1.0]
+    [mended] = breakdowns(directory.path, at_least=1.0)
+    assert sorted(mended.labels["tools"]) == sorted(tools)
+    assert mended.labels["turns"] == len(mends)
+    named = {part.removeprefix(TOOL) for part in mended.parts_s if part.startswith(TOOL)}
+    assert named == set(tools)
+    assert all(mended.parts_s[f"{TOOL}{name}"] > 0 for name in tools)
+    assert share_of_other([mended]) <= MAX_OTHER
 
 
 ONE_STEP = (
@@ -184,6 +257,9 @@ def test_a_recipe_selects_its_agent_by_name(agent: str, tmp_path: Path) -> None:
     ended = [span["attributes"] for span in SpanFolder.of_run(tmp_path / "run").spans() if span["name"] == "agent"]
     codes = [attributes.get("headrace.agent.exit_code") for attributes in ended]
     assert codes.count(0) >= 4, ended
+    found = breakdowns(tmp_path / "run")
+    assert len(found) >= 4
+    assert share_of_other(found) <= MAX_OTHER
 
 
 @pytest.mark.slow
