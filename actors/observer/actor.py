@@ -37,6 +37,7 @@ RESTS: Final = 20.0
 """... which also rests for this many times the duration of a round, so that it takes at most 5 % of a core."""
 LAST_ROUND_S: Final = 3.0
 """Time that the export gets when the run ends."""
+NOT_SENT: Final = "some traces are not at the collector: `headrace trace export %s --otlp %s` sends them"
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Observer(ResourceOwner):
         super().__init__()
         self._run_dir, self._config = run_dir, config
         self._export: TraceExport | None = None
+        self._sending: asyncio.Task[None] | None = None
         self._failing = False
 
     async def __aenter__(self) -> Self:
@@ -70,8 +72,8 @@ class Observer(ResourceOwner):
                 key_file=self._config.page_key_file,
                 address_file=self._run_dir / FOLDER / PAGE,
             )
-            (self._run_dir / FOLDER).mkdir(exist_ok=True)
             try:
+                (self._run_dir / FOLDER).mkdir(exist_ok=True)
                 await self._stack.enter_async_context(page_server(self._run_dir, options))
             except (ConfigError, RunMissing, OSError) as error:
                 logger.warning("the page of the run is not served (telemetry.page): %s", error)
@@ -82,14 +84,17 @@ class Observer(ResourceOwner):
             except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.error("no traces are sent, since the record of sent ones cannot be read: %s", error)
                 return self
-            self._stack.push_async_callback(self._finish, self._export)
-            self._stack.callback(group.create_task(self._send(self._export)).cancel)
+            self._sending = group.create_task(self._send(self._export))
+            self._stack.callback(self._sending.cancel)
         return self
 
-    async def _finish(self, export: TraceExport) -> None:
-        """Send what the end of the run leaves, within `LAST_ROUND_S`; what is left is told in the log. The observer
-        ends after all actors whose spans it sends."""
-        done = False
+    async def finish(self) -> None:
+        """Send what the end of the run leaves, within `LAST_ROUND_S`; what is left is told in the log. Called when all
+        actors have ended whose spans are sent. Idempotent."""
+        export, done = self._export, False
+        if export is None or self._sending is None:
+            return
+        self._sending.cancel()
         try:
             async with asyncio.timeout(LAST_ROUND_S):
                 while not done:
@@ -101,11 +106,7 @@ class Observer(ResourceOwner):
         except (OSError, LedgerRefused) as error:
             logger.warning("the last traces could not be sent: %s", error)
         if not done:
-            logger.warning(
-                "some traces are not at the collector: `headrace trace export %s --otlp %s` sends them",
-                self._run_dir,
-                self._config.otlp_endpoint,
-            )
+            logger.warning(NOT_SENT, self._run_dir, self._config.otlp_endpoint)
 
     async def status(self) -> ObserverStatus:
         cursor = self._export.cursor if self._export else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import shutil
 import time
 from contextlib import suppress
@@ -22,9 +23,9 @@ from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.cluster.section import LEARNER_BUNDLE
 from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup
-from headrace.actors.errors import DiskFull
+from headrace.actors.errors import ActorError, DiskFull
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.observer.actor import Observer
+from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
@@ -41,6 +42,7 @@ from headrace.actors.run.config import slime_terms
 from headrace.actors.run.supervision import SupervisedActors, or_none
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
+from headrace.actors.runtime.operations import until_back
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.traces.limit import keep_spans, make_room
 from headrace.actors.traces.store import FOLDER
@@ -70,8 +72,11 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import SandboxProvider
 
 R = TypeVar("R")
+logger = logging.getLogger(__name__)
 OBSERVER_EVERY_S: Final = 5.0
 """Time between two calls of the observer."""
+OBSERVER_BACK_S: Final = 20.0
+"""Time that the end of a run waits for the last traces: usually at most 3 s, longer if the observer was just killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,19 @@ class ServiceParts(GuardedActors):
         if self._directory is not None and (telemetry.otlp_endpoint or telemetry.page):
             path, resources = self._directory.path, self._control
             self._observer = await self._spawn_beside("observer", Observer, path, telemetry, resources=resources)
+            if telemetry.otlp_endpoint:
+                self._stack.push_async_callback(self._finish_observer, self._observer)
+
+    async def _finish_observer(self, observer: Observer) -> None:
+        """Have the last traces sent, by a restarted observer if it was killed: all other actors have ended."""
+        if self._failed_to_start and self._runtime.found(observer):
+            return
+        try:
+            async with asyncio.timeout(OBSERVER_BACK_S):
+                await until_back(observer.finish)
+        except (ActorError, TimeoutError):
+            assert self._directory is not None
+            logger.warning(NOT_SENT, self._directory.path, self._config.telemetry.otlp_endpoint)
 
     async def _keep_house(self) -> None:
         """Delete old files beside the ledger, according to the retention config, until cancelled."""

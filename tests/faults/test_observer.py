@@ -13,9 +13,13 @@ import orjson
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from headrace.actors.run.launch import RunRequest, prepare
+from headrace.actors.run.service import Service
+from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
 from headrace.actors.traces.store import SpanFolder
 from support import run_rig as runs
+from support.cluster_rig import QUICK
 from support.collectors import http_collector
 
 if TYPE_CHECKING:
@@ -89,3 +93,25 @@ async def test_an_observer_killed_in_a_run_sends_each_span_once_and_serves_the_p
         ids([span for span in recorded if span["trace_id"] in whole])
     )
     assert any(family.name.startswith("headrace_rollouts") for family in text_string_to_metric_families(metrics))
+
+
+async def test_an_observer_killed_when_the_run_has_ended_is_restarted_for_the_last_traces(tmp_path: Path) -> None:
+    recipe = runs.RECIPE.with_name("simulated.toml")
+    with http_collector() as (url, collected):
+        telemetry = (f"telemetry.otlp_endpoint={url}", "telemetry.otlp_share=1", "telemetry.page=127.0.0.1:0")
+        overrides = (*telemetry, *QUICK, "training.steps=4")
+        config, directory = prepare(RunRequest(recipe=recipe, runs_dir=tmp_path, name="late", overrides=overrides))
+        runtime = RayRuntime("late-")
+        service = await runtime.spawn(Service, config, directory, runtime, name="service")
+        try:
+            assert await service.run()
+            page = orjson.loads((directory.path / FOLDER / "page.json").read_bytes())
+            os.kill(page["pid"], signal.SIGKILL)
+        finally:
+            await runtime.stop(service)
+        spans = collected.spans()
+    assert len(set(ids(spans))) == len(spans)
+    cursor = Cursor.read(directory.path / FOLDER / CURSOR)
+    assert (cursor.open, cursor.sending) == ({}, [])
+    recorded = [span["trace_id"] for span in SpanFolder.of_run(directory.path).spans() if span["name"] == "rollout"]
+    assert len(set(recorded) - {span["trace_id"] for span in spans}) <= cursor.unconfirmed < len(set(recorded))
