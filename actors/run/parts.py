@@ -146,7 +146,8 @@ class ServiceParts(GuardedActors):
         if self._directory is not None and (telemetry.otlp_endpoint or telemetry.page):
             path, resources = self._directory.path, self._control
             self._observer = await self._spawn_beside("observer", Observer, path, telemetry, resources=resources)
-            if telemetry.otlp_endpoint:
+            # On a cluster the driver of the run does it, when the files of all nodes have come.
+            if telemetry.otlp_endpoint and self._config.cluster.is_local:
                 self._stack.push_async_callback(self._finish_observer, self._observer)
 
     async def _finish_observer(self, observer: Observer) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import orjson
 
 from headrace.actors.errors import ActorError, RunFenced, StorageLost, first_cause
+from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.record.absences import OF_THE_DRIVER, Absences
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
@@ -54,6 +55,8 @@ SWEEP_S: Final = 60.0
 """Time limit for the removal of what an ended run left; the sweep of `runs` repeats it."""
 ADOPTION_S: Final = 120.0
 """Time limit for a service that has outlived its driver to answer; it may be restarting."""
+LAST_TRACES_S: Final = 30.0
+"""Time limit for the last traces of a run, with the start of the actor that sends them."""
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +118,32 @@ class RunDriver:
             self._directory.append_session(began_s, None)
             ending = await self._try()
             await self._collect()
+            if not ending.is_transient:
+                await self._send_last_traces()
             self._directory.append_session(began_s, time.time())
             if ending.state in (ActualState.FINISHED, ActualState.DRAINED):
                 completed = ending.state is ActualState.FINISHED
                 await asyncio.to_thread(write_summary, self._directory, completed=completed)
         return ending
+
+    async def _send_last_traces(self) -> None:
+        """Have an observer send what the run's own left, since spans of other nodes may have come only now. A try that
+        follows begins with the same."""
+        telemetry = self._config.telemetry
+        if telemetry.otlp_endpoint is None:
+            return
+        without_page, control = telemetry.model_copy(update={"page": None}), self._config.cluster.on(Role.CONTROL)
+        try:
+            async with asyncio.timeout(LAST_TRACES_S):
+                observer = await self._runtime.spawn(
+                    Observer, self._directory.path, without_page, name="last-traces", resources=control
+                )
+                try:
+                    await observer.finish()
+                finally:
+                    await self._runtime.stop(observer)
+        except (ActorError, TimeoutError):
+            logger.warning(NOT_SENT, self._directory.path, telemetry.otlp_endpoint)
 
     async def _try(self) -> Ending:
         try:

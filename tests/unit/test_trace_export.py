@@ -13,12 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace.actors.cli.app as cli
+from headrace.actors.observer.actor import Observer
+from headrace.actors.record.node_copies import NODES
 from headrace.actors.record.running import FOLDER as RUNNING
 from headrace.actors.record.running import RunningFile, RunningRollout, write_running
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.older_configs import recorded
 from headrace.actors.traces.attempts import slow_or_failed
-from headrace.actors.traces.exporting import CURSOR, TraceExport
+from headrace.actors.traces.exporting import CURSOR, Cursor, TraceExport
+from headrace.actors.traces.exporting import FOLDER as OBSERVER
 from headrace.actors.traces.receiver import Receiver
 from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.ledger.store import ReplayStore
@@ -29,6 +32,7 @@ from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import describe, start_rollout_span, trace_id_for
 from support import replay_cases as cases
 from support.collectors import grpc_collector, http_collector
+from support.gateway_rig import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,9 +67,11 @@ def trace_of(order: RolloutOrder) -> str:
     return f"{trace_id_for('r', order.rollout_id, order.attempt):032x}"
 
 
-async def make_run(folder: Path, *, slow_s: float = 100.0, turns: int = 3) -> dict[str, RolloutOrder]:
+async def make_run(
+    folder: Path, *, slow_s: float = 100.0, turns: int = 3, ago_s: float = 400.0
+) -> dict[str, RolloutOrder]:
     """A run of sixty rollouts, of which one was slow, one failed, and one is stuck, with spans; by what it is."""
-    now = time.time() - 400.0
+    now = time.time() - ago_s
     clock = [now]
     async with await ReplayStore.open(
         folder, TASKS, cases.tasks(1), run_id="r", seed=3, clock=lambda: clock[0]
@@ -194,6 +200,27 @@ async def test_no_span_is_sent_twice_after_kill_9_and_doubtful_traces_are_counte
     whole = len({span["trace_id"] for span in spans if span["name"] == "rl.sample"})
     assert whole == (59 if when == "after" else 59 - export.cursor.unconfirmed)
     assert export.cursor.open == {}
+
+
+async def test_spans_of_other_nodes_that_come_after_the_observer_has_ended_are_sent_by_the_next(tmp_path: Path) -> None:
+    rollouts = await make_run(tmp_path, ago_s=101.0)
+    (tmp_path / FOLDER).rename(tmp_path / "elsewhere")
+    with http_collector() as (url, collected):
+        config = TelemetryConfig(otlp_endpoint=url, otlp_share=1.0)
+        async with Observer(tmp_path, config):
+            path = tmp_path / OBSERVER / CURSOR
+            await until(lambda: path.exists() and Cursor.read(path).through_s > 0)
+        assert collected.spans() == []
+        (tmp_path / NODES / "n").mkdir(parents=True)
+        (tmp_path / "elsewhere").rename(tmp_path / NODES / "n" / FOLDER)
+        async with Observer(tmp_path, config) as last:
+            await last.finish()
+            await last.finish()
+        spans = collected.spans()
+    assert len(set(ids(spans))) == len(spans)
+    slow = [span for span in spans if span["trace_id"] == trace_of(rollouts["slow"])]
+    assert sorted(span["name"] for span in slow) == ["chat", "chat", "chat", "invoke_agent", "rl.sample"]
+    assert "rl.train" in {span["name"] for span in spans}
 
 
 async def test_a_damaged_record_of_what_was_sent_is_refused(tmp_path: Path) -> None:
