@@ -25,6 +25,7 @@ BY_FACTOR: Final[Mapping[tuple[str, str], str]] = {
     ("engine", "sampled_tokens"): "lower `sampling.max_tokens_per_turn`",
     ("tool", "task"): "park or repair this task: its tools take long (`headrace data check`)",
     ("tool", "cpu_share"): "raise `sandbox.local.cpus` or lower `sandbox.pool.max_live`: its sandboxes get little CPU",
+    ("evaluate", "image"): "make the image smaller or quicker to start: clean sandboxes boot it, too",
     ("evaluate", "task"): "shorten this task's check, or remove the task (`headrace data check`)",
 }
 """Lines by stage and kind of factor; these come first."""
