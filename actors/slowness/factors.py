@@ -60,6 +60,7 @@ COUNTS: Final[Mapping[str, float]] = {"boot_tries": 1.0, "retractions": 0.0}
 """Numbers that nearly all rollouts have in common; they count as high above that."""
 UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "sandbox"})
 """Labels whose single values are not tested: numbers, and ids that no two rollouts share."""
+READ: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s"})
 CPU_SHARE: Final = 0.1
 """CPU seconds per second of tools and checks count as low below this quantile and below half of the median."""
 NEAR: Final = 10.0
@@ -116,7 +117,8 @@ Carriers = dict[tuple[str, str], "Places"]
 def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
     """Return the places of the rollouts that have each (label, value), without values that too few rollouts have to be
     a factor. `tool_s` are the seconds of tools of each rollout."""
-    names = tuple(dict.fromkeys(chain.from_iterable(row.labels for row in rows)))
+    given = dict.fromkeys(chain.from_iterable(dict.fromkeys(tuple(row.labels) for row in rows)))
+    names = tuple(name for name in given if name in READ or name not in UNTESTED)
     # Row by row: there are far more rows than the processor's caches hold.
     columns = dict(zip(names, zip(*(map(row.labels.get, names) for row in rows), strict=True), strict=True))
     carriers: Carriers = {}

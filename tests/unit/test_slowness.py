@@ -9,9 +9,9 @@ import numpy as np
 import orjson
 import pytest
 
+from headrace.actors.slowness import meanwhile
 from headrace.actors.slowness.cohort import Cohorts, Typical
 from headrace.actors.slowness.factors import discovery_limit, upper_tail
-from headrace.actors.slowness.meanwhile import pushes_and_limits
 from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime, RunTimes, StepTime
 from headrace.actors.slowness.survival import SurvivalCurve
 from headrace.actors.slowness.verdicts import explain
@@ -387,7 +387,11 @@ def test_tests_that_cannot_succeed_are_not_counted() -> None:
     assert discovery_limit([], []) == -1.0
 
 
-def test_records_without_their_numbers_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block_bytes", [1, 64, 4 << 20])
+def test_records_without_their_numbers_are_left_out(
+    tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meanwhile, "BLOCK_BYTES", block_bytes)
     good = [
         {"kind": "push", "time_s": 5.0, "total_s": 1.0},
         {"kind": "stations", "time_s": 9, "rollout_limit": 8, "seconds": 2},
@@ -396,5 +400,7 @@ def test_records_without_their_numbers_are_left_out(tmp_path: Path) -> None:
     bad += [b'{"kind":["push"],"rollout_limit":1}', b'{"kind":"push","time_s":"now","total_s":1}']
     bad += [b'{"kind":"push","time_s":1,"tot']
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join([*bad, *map(orjson.dumps, good), *bad]) + b"\n")
-    assert list(pushes_and_limits(path)) == good
+    lines = [*bad, *map(orjson.dumps, good), *bad, b'{"kind":"step"}', orjson.dumps(good[0])]
+    # The last line has no end yet.
+    path.write_bytes(b"\n".join(lines))
+    assert list(meanwhile.pushes_and_limits(path)) == [*good, good[0]]
