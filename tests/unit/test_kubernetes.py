@@ -17,7 +17,7 @@ import yaml
 from headrace.actors.cli.app import app
 from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.control import ControlArguments
-from headrace.actors.control.keys import KeyFile, Role
+from headrace.actors.control.keys import KeyFile, Role, digest_of
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.sections import ServiceSection
 from headrace.serve.e2b_sandboxes.images import load_images
@@ -132,7 +132,7 @@ def test_the_commands_for_secrets_make_files_that_the_programs_accept(tmp_path: 
     folder = tmp_path / "secrets"
     owner = load_keys(folder / "keys").identify((folder / "key").read_text())
     assert owner is not None and owner.name == "headrace"
-    caller = KeyFile(folder / "control-keys").caller((folder / "alice.key").read_text())
+    caller = KeyFile(folder / "control-keys").caller_of(digest_of((folder / "alice.key").read_text()))
     assert caller is not None and (caller.owner, caller.role) == ("alice", Role.OPERATE)
 
 
