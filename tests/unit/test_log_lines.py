@@ -208,7 +208,10 @@ def test_following_a_run_that_nobody_drives_ends_at_once(run: Path) -> None:
 @pytest.mark.parametrize("ends", ["with the run", "by Ctrl-C"])
 async def test_following_prints_new_lines_over_rotations_until_it_ends(run: Path, ends: str) -> None:
     log = ActorLog(run / "logs", "pool")
-    program = [sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "logs", str(run), "--follow"]
+    # What a shell runs in the background, these tests perhaps, ignores Ctrl-C.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    starts = f"{heeds}; from headrace.actors.cli.app import main; main()"
+    program = [sys.executable, "-c", starts, "logs", str(run), "--follow"]
     async with asyncio.timeout(GUARD_S):
         with sole_driver(RunDirectory(path=run)):
             follower = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)
