@@ -6,9 +6,9 @@ Invariants:
 - Evaluations go first, and only they may use the `evaluation_reserve` slots, so rollouts that hold a sandbox while they
   wait for an evaluation's can never deadlock. Agents on held-out tasks go before those on training tasks, warm
   sandboxes last.
-- While an agent on a training task is waiting, agents on held-out tasks take at most their share of the concurrent
-  boots and of the slots, so an evaluation delays training but does not stop it. When none is waiting, they may take
-  everything that is free.
+- While an agent on a training task is waiting, agents on held-out tasks take at most their share of the slots and of
+  the concurrent boots that evaluations leave to agents, so they delay training but do not stop it. When none is
+  waiting, they may take everything that is free.
 - Tickets of one priority are served in the order of their numbers: a retry has the number of its first attempt.
 """
 
@@ -52,7 +52,7 @@ class Slots:
         self._boot_concurrency = boot_concurrency
         self._reserve = evaluation_reserve
         self._held_out_live = math.ceil(held_out_share * (max_live - evaluation_reserve))
-        self._held_out_boots = math.ceil(held_out_share * boot_concurrency)
+        self._held_out_share = held_out_share
         self._queues: dict[Priority, list[Ticket]] = {priority: [] for priority in Priority}
         self._waiting: set[Ticket] = set()
         self._booting: set[Ticket] = set()
@@ -96,9 +96,11 @@ class Slots:
             if queue:
                 heads[priority] = queue[0]
         if {Priority.HELD_OUT, Priority.ROLLOUT} <= heads.keys():
-            booting = sum(ticket.priority is Priority.HELD_OUT for ticket in self._booting)
             live = sum(ticket.priority is Priority.HELD_OUT for ticket in self._live)
-            if booting >= self._held_out_boots or booting + live >= self._held_out_live:
+            kinds = [ticket.priority for ticket in self._booting]
+            booting = kinds.count(Priority.HELD_OUT)
+            share = int(self._held_out_share * (self._boot_concurrency - kinds.count(Priority.EVALUATION)))
+            if booting >= max(1, share) or booting + live >= self._held_out_live:
                 del heads[Priority.HELD_OUT]
         return next(iter(heads.values()), None)
 

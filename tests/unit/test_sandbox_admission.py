@@ -98,6 +98,14 @@ def test_a_large_evaluation_leaves_boots_for_training() -> None:
     assert booted == [*held_out[:4], *training[:4], *held_out[4:8], *training[4:8], *held_out[8:10], *training[8:]]
 
 
+def test_the_boots_of_checks_leave_training_its_share_of_the_others() -> None:
+    admission = NumberedAdmission(max_live=24, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.5)
+    held_out = [admission.enqueue(Priority.HELD_OUT) for _ in range(20)]
+    training = [admission.enqueue() for _ in range(10)]
+    checks = [admission.enqueue(Priority.EVALUATION) for _ in range(4)]
+    assert admission.core.grant(0) == [*checks, *held_out[:2], *training[:2]]
+
+
 def test_an_evaluation_takes_all_slots_when_nothing_else_is_waiting() -> None:
     admission = NumberedAdmission(max_live=12, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.25)
     held_out = [admission.enqueue(Priority.HELD_OUT) for _ in range(20)]
