@@ -68,9 +68,9 @@ class AdmissionConfig(BaseModel):
     evaluation_reserve: int = Field(default=4, ge=1)
     """Number of the `max_live` slots that are reserved for evaluations."""
     held_out_share: float = Field(default=0.5, gt=0, le=1)
-    """Largest share of the concurrent boots, and of the slots, that agents on held-out tasks may take while training
-    rollouts are waiting. When none is waiting, they may take all that are free. With 1, an evaluation always goes
-    first."""
+    """Largest share of the slots, and of the concurrent boots that checks leave to agents, which agents on held-out
+    tasks may take while training rollouts are waiting; one boot at least. When none is waiting, they may take all that
+    are free. With 1, an evaluation always goes first."""
     boots_per_s: float = Field(default=1000.0, gt=0)
     """Maximum number of boots that begin per second, including retries; for an account with a rate limit, stay below
     that limit."""
