@@ -128,7 +128,11 @@ def test_the_parts_of_every_attempt_add_up_and_little_is_unexplained(finished_ru
     for breakdown in breakdowns:
         assert abs(sum(breakdown.parts_s.values()) - breakdown.wall_s) < 0.01
         assert breakdown.labels["engines"]
-        assert {"boot", "engine.decode", "tool.run", "evaluate.check"} <= set(breakdown.parts_s)
+        assert {"boot", "tool.run", "evaluate.check"} <= set(breakdown.parts_s)
+        assert any(part.startswith("engine") for part in breakdown.parts_s)
+    # The embedded engine may publish all tokens of a short answer at once.
+    decoded = [breakdown for breakdown in breakdowns if "engine.decode" in breakdown.parts_s]
+    assert len(decoded) > 0.8 * len(breakdowns)
     wall_s = sum(breakdown.wall_s for breakdown in breakdowns)
     other_s = sum(breakdown.parts_s.get("other", 0.0) for breakdown in breakdowns)
     assert other_s <= 0.02 * wall_s
