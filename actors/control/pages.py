@@ -81,14 +81,11 @@ class RunPages:
         path = str(request.path_params["path"])
         if path.startswith(STATIC):
             return self._file(request, path.removeprefix(STATIC))
-        if "authorization" in request.headers:
-            caller = self._identify(request, Role.READ)
-        elif (known := self._of_cookie(request)) is not None:
-            caller = known
-        elif "text/html" in request.headers.get("accept", ""):
+        keyed = "authorization" in request.headers
+        caller = None if keyed else self._of_cookie(request)
+        if caller is None and not keyed and "text/html" in request.headers.get("accept", ""):
             return self._form(local_path(request.url.path), status=401)
-        else:
-            raise Refusal(401, "key_missing", "send the header `Authorization: Bearer KEY`")
+        caller = caller or self._identify(request, Role.READ)
         run_id = await self._visible(run_id_of(request), caller)
         headers = {name: request.headers[name] for name in ASKED if name in request.headers}
         answer = await self._ask(run_id, PageRequest(path=path, query=request.url.query, headers=headers))

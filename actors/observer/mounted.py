@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,14 +70,24 @@ class _Page:
     process: asyncio.subprocess.Process
     url: URL
     token: str
-    idle: asyncio.TimerHandle
+    idle: asyncio.TimerHandle | None = None
 
     @property
     def is_alive(self) -> bool:
         return self.process.returncode is None
 
+    def used(self) -> None:
+        """Note that a request needs the process."""
+        if self.idle is not None:
+            self.idle.cancel()
+
+    def rests(self, idle_s: float) -> None:
+        """End the process after this time without a request."""
+        self.used()
+        self.idle = asyncio.get_running_loop().call_later(idle_s, self.end)
+
     def end(self) -> None:
-        self.idle.cancel()
+        self.used()
         # It may have ended by itself.
         with suppress(ProcessLookupError):
             self.process.kill()
@@ -89,7 +99,7 @@ class MountedPages:
     def __init__(self, *, idle_s: float = IDLE_S) -> None:
         self._idle_s = idle_s
         self._pages: OrderedDict[Path, _Page] = OrderedDict()
-        self._starting: dict[Path, asyncio.Task[_Page]] = {}
+        self._starting: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._client: aiohttp.ClientSession | None = None
 
     async def get(self, run_dir: Path, request: PageRequest) -> PageAnswer:
@@ -108,13 +118,10 @@ class MountedPages:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RunError(f"the page of this run does not answer ({type(error).__name__}): try again") from error
         finally:
-            page.idle.cancel()
-            page.idle = asyncio.get_running_loop().call_later(self._idle_s, page.end)
+            page.rests(self._idle_s)
 
     async def close(self) -> None:
         """End all processes."""
-        for task in self._starting.values():
-            task.cancel()
         for page in self._pages.values():
             page.end()
         await asyncio.gather(*(page.process.wait() for page in self._pages.values()))
@@ -124,16 +131,13 @@ class MountedPages:
 
     async def _page(self, run_dir: Path) -> _Page:
         """Return the living page of a run, which has been asked for just now."""
-        page = self._pages.get(run_dir)
-        if page is None or not page.is_alive:
-            if (task := self._starting.get(run_dir)) is None:
-                task = self._starting[run_dir] = asyncio.create_task(self._start(run_dir))
-                task.add_done_callback(lambda _: self._starting.pop(run_dir, None))
-            # Another request may wait for the same start.
-            page = await asyncio.shield(task)
-        self._pages[run_dir] = page
+        # Requests that come meanwhile wait for the same start.
+        async with self._starting[run_dir]:
+            page = self._pages.get(run_dir)
+            if page is None or not page.is_alive:
+                page = self._pages[run_dir] = await self._start(run_dir)
         self._pages.move_to_end(run_dir)
-        page.idle.cancel()
+        page.used()
         while len(self._pages) > MAX_PAGES:
             self._pages.popitem(last=False)[1].end()
         return page
@@ -159,8 +163,7 @@ class MountedPages:
         if not found:
             await process.wait()
             raise RunError(f"this run has no page: {line or 'its process ended without a word'}")
-        idle = asyncio.get_running_loop().call_later(self._idle_s, lambda: None)
-        return _Page(process, URL(url), token, idle)
+        return _Page(process, URL(url), token)
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.slowness.meanwhile import NO_METRICS, intervals_of_ledger, intervals_of_metrics
+from headrace.actors.slowness.meanwhile import EVALUATION, add_metrics, intervals_of_ledger
 from headrace.actors.slowness.reading import ENDED, committed_steps, measured_parts, read_times
 from headrace.actors.slowness.rows import EARLIER_ATTEMPTS, RolloutTime, RunTimes
 from headrace.buffer.audit.evidence import begin_with_archive, reading
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-EVALUATION: Final = "evaluation"
-"""Purpose of these rollouts, and the event that the others name; each runs during one, so it explains nothing here."""
 _COLUMNS: Final = (
     "rollout_id",
     "attempt",
@@ -47,14 +45,12 @@ def read_evaluation_times(run_dir: Path) -> RunTimes:
             tries[row[0]].append(row)
         meanwhile = list(intervals_of_ledger(tables, committed_steps(tables)))
     missing = list(damage)
-    if directory.metrics.exists():
-        meanwhile += intervals_of_metrics(directory.metrics)
-    else:
-        missing.append(NO_METRICS)
+    add_metrics(directory.metrics, meanwhile, missing)
     unmeasured = sum(1 for some in tries.values() if any(row[-1] is None for row in some))
     if unmeasured:
         missing.append(f"{unmeasured} rollouts of evaluations have no breakdown: an older headrace recorded them")
     rows = [_row(sorted(some, key=lambda row: row[1])) for some in tries.values() if all(row[-1] for row in some)]
+    # Each of these rollouts ran during one, so that explains nothing.
     others = tuple(interval for interval in meanwhile if interval.kind != EVALUATION)
     return RunTimes(rows=tuple(rows), meanwhile=others, missing=tuple(missing))
 

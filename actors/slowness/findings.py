@@ -83,10 +83,13 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
         above = medians - middle
         outlying = (above > OUTLYING * spread) & (above > least_s)
         for number in np.nonzero(outlying.any(axis=1))[0]:
-            members, parts = tasks[keys[number]], np.where(outlying[number, :-1], above[number, :-1], -np.inf)
-            column = int(np.argmax(parts)) if outlying[number, :-1].any() else -1
-            spent_s = cohorts.totals[members] if column < 0 else cohorts.seconds[members, column]
-            slow = members[spent_s - middle[column] > least_s]
+            members, in_parts = tasks[keys[number]], np.nonzero(outlying[number, :-1])[0]
+            if len(in_parts):
+                part = in_parts[np.argmax(above[number, in_parts])]
+                over_s = cohorts.seconds[members, part] - middle[part]
+            else:
+                over_s = cohorts.totals[members] - total_s
+            slow = members[over_s > least_s]
             typical = np.broadcast_to(middle[:-1], (len(slow), len(middle) - 1))
             found |= _found(cohorts, slow, "tasks", typical, np.full(len(slow), total_s))
     return found

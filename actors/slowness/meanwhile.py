@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from headrace.actors.slowness.rows import StepTime
     from headrace.buffer.audit.joined_rows import JoinedRows
 
-NO_METRICS: Final = "no metrics.jsonl: evaluations, pushes and pacing are not compared"
+EVALUATION: Final = "evaluation"
+"""Kind of event: a held-out evaluation ran. Also the purpose of its rollouts."""
 _SECONDS: Final = {"push": "total_s", "stations": "seconds"}
 """Fields of metrics that hold the length of what ended at their time."""
 PUSH: Final = b'{"kind":"push"'
@@ -45,7 +46,15 @@ def intervals_of_ledger(rows: JoinedRows, steps: Sequence[StepTime]) -> Iterator
         start_s, end_s = evaluated.get(tag, (begun_s, at_s))
         evaluated[tag] = (min(start_s, begun_s), max(end_s, at_s))
     for start_s, end_s in evaluated.values():
-        yield Interval("evaluation", start_s, end_s)
+        yield Interval(EVALUATION, start_s, end_s)
+
+
+def add_metrics(path: Path, meanwhile: list[Interval], missing: list[str]) -> None:
+    """Add what the run's metrics tell, or to `missing` what is not told without them."""
+    if path.exists():
+        meanwhile += intervals_of_metrics(path)
+    else:
+        missing.append("no metrics.jsonl: evaluations, pushes and pacing are not compared")
 
 
 def intervals_of_metrics(path: Path) -> Iterator[Interval]:

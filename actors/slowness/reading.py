@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.slowness.meanwhile import NO_METRICS, intervals_of_ledger, intervals_of_metrics
+from headrace.actors.slowness.meanwhile import add_metrics, intervals_of_ledger
 from headrace.actors.slowness.rows import (
     BUFFER_WAIT,
     DISPATCH,
@@ -86,10 +86,7 @@ def read_times(run_dir: Path) -> RunTimes:
     measured = any(row[10] is not None for tries in attempts.values() for row in tries)
     if found and not measured:
         missing.append("no attempt has a breakdown: the run is of an older headrace, and answers with its phases")
-    if directory.metrics.exists():
-        intervals += intervals_of_metrics(directory.metrics)
-    else:
-        missing.append(NO_METRICS)
+    add_metrics(directory.metrics, intervals, missing)
     return RunTimes(rows=tuple(found), steps=tuple(steps), meanwhile=tuple(intervals), missing=tuple(missing))
 
 
