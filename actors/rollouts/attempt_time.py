@@ -3,8 +3,9 @@ clock.
 
 Invariants:
 - Parts do not overlap and add up to the time on the worker; what nobody measured is `other`.
-- Times of other processes are lengths on their own clocks; the session's are placed by its end, the evaluator's by the
-  beginning of the evaluation, so clocks of hosts need not agree.
+- Times of other processes are lengths on their own clocks, so clocks of hosts need not agree. The session's are placed
+  by its opening and its report, each of which happened between a call and its reply; the evaluator's by the beginning
+  of the evaluation.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class AttemptTime:
     now_since_s: float = 0.0
     _began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     _phases: list[Segment] = field(default_factory=list)
+    _opening: tuple[float, float] | None = None
     _sessions: list[Segment] = field(default_factory=list)
     _evaluation: list[Segment] = field(default_factory=list)
     _is_evaluated: bool = False
@@ -119,10 +121,19 @@ class AttemptTime:
             finally:
                 self._inner += measured.intervals
 
-    def session_ended(self, report: SessionReport) -> None:
-        """Take over the usage of the session, which has just ended, and its counts."""
-        end_s = asyncio.get_running_loop().time()
+    @contextmanager
+    def session_opens(self) -> Iterator[None]:
+        """Note that the block opens a session."""
+        call_s = asyncio.get_running_loop().time()
+        yield
+        self._opening = (call_s, asyncio.get_running_loop().time())
+
+    def session_ended(self, report: SessionReport, asked_s: float) -> None:
+        """Take over the usage of the session, whose report was asked for at `asked_s` and has just come, and its
+        counts."""
         usage = report.usage
+        length_s = -usage.segments[0][1] if usage.segments else 0.0
+        end_s = self._report_time((asked_s, asyncio.get_running_loop().time()), length_s)
         self._sessions += [Segment(part, end_s + start, end_s + end) for part, start, end in usage.segments]
         self.labels |= {
             "engines": usage.engines,
@@ -146,6 +157,17 @@ class AttemptTime:
         for part, seconds in [(EVALUATE_QUEUE, waited_s), *parts_s.items()] if parts_s else ():
             self._evaluation.append(Segment(part, began_s, began_s + seconds))
             began_s += max(0.0, seconds)
+
+    def _report_time(self, finishing: tuple[float, float], length_s: float) -> float:
+        """Return when the session reported, on the worker's clock: between the call for the report and its reply, and
+        `length_s` after the opening, which was between its own call and reply. Of what is left, the middle."""
+        first_s, last_s = finishing
+        if self._opening is not None:
+            from_s, to_s = max(first_s, self._opening[0] + length_s), min(last_s, self._opening[1] + length_s)
+            # Of a gateway that restarted meanwhile, the length begins with the restart.
+            if from_s <= to_s:
+                first_s, last_s = from_s, to_s
+        return (first_s + last_s) / 2
 
     def breakdown(self) -> Breakdown:
         """Return the breakdown up to now."""

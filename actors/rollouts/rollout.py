@@ -288,8 +288,7 @@ async def _converse(
         report, session = await _run_agent(order, task, stations, config, time, sandbox, in_services)
     time.split_services(in_services.seconds)
     async with boundary(names.FINISH, "agent", time, config.prepare_timeout_s):
-        record = await stations.finish_session(session)
-        time.session_ended(record)
+        record = await _finish_session(session, stations, time)
         trace.get_current_span().set_attributes(_session_attributes(record))
         return report, record
 
@@ -305,7 +304,8 @@ async def _run_agent(
 ) -> tuple[AgentReport, OpenedSession]:
     """Open a session and run the agent in it. The session stays open only if the agent reports."""
     async with boundary(names.AGENT, "agent", time, config.guard_s):
-        session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
+        with time.session_opens():
+            session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
         agent_s = least(config.agent_timeout_s, task.limits.agent_s) or config.agent_timeout_s
         try:
             try:
@@ -334,9 +334,16 @@ async def _run_agent(
             trace.get_current_span().set_attributes(attributes)
         except BaseException:
             with suppress(ServeError):
-                time.session_ended(await asyncio.shield(stations.finish_session(session)))
+                await asyncio.shield(_finish_session(session, stations, time))
             raise
     return report, session
+
+
+async def _finish_session(session: OpenedSession, stations: Stations, time: AttemptTime) -> SessionReport:
+    asked_s = asyncio.get_running_loop().time()
+    report = await stations.finish_session(session)
+    time.session_ended(report, asked_s)
+    return report
 
 
 async def _measure(sandbox: Sandbox | None, time: AttemptTime) -> None:

@@ -149,7 +149,7 @@ def test_the_parts_of_all_processes_meet_on_the_worker_s_clock_and_add_up() -> N
                 with current_service_time().within("retriever"):
                     await asyncio.sleep(2.0)
                 await asyncio.sleep(3.0)
-            time.session_ended(ended_session(session, 9010.0))
+            time.session_ended(ended_session(session, 9010.0), now())
             began_s = now()
             with time.clock("evaluate", "evaluate"):
                 await asyncio.sleep(4.0)
@@ -174,6 +174,50 @@ def test_the_parts_of_all_processes_meet_on_the_worker_s_clock_and_add_up() -> N
     }
     assert round(found.wall_s, 6) == round(sum(found.parts_s.values()), 6) == 17.25
     assert list(found.parts_s) == sorted(found.parts_s, key=place_of)
+
+
+def turn_before_a_tool(*, calls_s: float, replies_s: float, late_s: float = 3.0, restart_s: float = 0.0) -> Breakdown:
+    """Return the breakdown of a turn of a second before a tool of the worker's own. Calls of the gateway and their
+    replies take so long, the report's reply `late_s`; the gateway restarted `restart_s` after the session's opening, if
+    it did."""
+
+    async def main() -> Breakdown:
+        time, now = AttemptTime(), asyncio.get_running_loop().time
+        with time.measured(), time.clock("agent", "agent"):
+            with time.session_opens():
+                await asyncio.sleep(calls_s)
+                opened_s = now()
+                await asyncio.sleep(replies_s)
+            await asyncio.sleep(2.0)
+            session = UsageClock(since_s=opened_s + restart_s)
+            session.called("e0", completion(queue_s=0.25, prefill_s=0.25), now(), now() + 1.0, held_s=0.0)
+            await asyncio.sleep(1.0)
+            with in_part("tool.run"):
+                await asyncio.sleep(4.0)
+        asked_s = now()
+        with time.clock("finish", "agent"):
+            await asyncio.sleep(0.5)
+            report = ended_session(session, now())
+            await asyncio.sleep(late_s)
+            time.session_ended(report, asked_s)
+        return time.breakdown()
+
+    return run_virtual(main())
+
+
+def test_a_late_report_does_not_hide_the_end_of_a_turn_below_a_tool() -> None:
+    parts_s = turn_before_a_tool(calls_s=0.0, replies_s=0.0).parts_s
+    assert parts_s["engine.decode"] == pytest.approx(0.5)
+    assert parts_s["tool.run"] == pytest.approx(4.0)
+    parts_s = turn_before_a_tool(calls_s=0.1, replies_s=0.3).parts_s
+    assert parts_s["engine.decode"] == pytest.approx(0.4)
+
+
+def test_without_the_opening_a_session_is_placed_by_its_report_alone() -> None:
+    # In the middle of the 1.2 s between call and reply, 0.1 s after the report itself.
+    parts_s = turn_before_a_tool(calls_s=0.0, replies_s=0.0, late_s=0.7, restart_s=1.5).parts_s
+    assert parts_s["engine.decode"] == pytest.approx(0.4)
+    assert parts_s["tool.run"] == pytest.approx(4.0)
 
 
 def test_an_action_that_the_worker_runs_itself_is_its_own_part_of_the_agent() -> None:
