@@ -5,6 +5,7 @@ Invariants:
   access token. It does not contain the API key, which is needed to kill the sandbox or renew its lease.
 - A cancelled create leaves nothing behind. Retries are left to the pool.
 - Metadata contains our labels and the idempotency key, so that a listing shows which sandboxes are ours.
+- The transport of current SDKs (pyqwest) names the current span of each request in a `traceparent` header.
 """
 
 from __future__ import annotations

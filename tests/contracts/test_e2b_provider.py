@@ -28,6 +28,8 @@ from headrace.sandboxes.local.provider import LocalProvider
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
+from support.cutting_proxy import cutting_proxy
+from support.recorded_spans import recorded_spans
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -252,3 +254,23 @@ async def test_an_evaluation_copies_at_most_the_configured_bytes(config: E2bConf
         await agent.exec("head -c 2000 /dev/urandom > data/two", timeout_s=20)
         with pytest.raises(FrozenPathRefused, match="more than 100000 bytes"):
             await provider.create(SandboxSpec(mounts=(mount,)))
+
+
+async def test_each_request_names_the_span_that_it_serves(
+    server: E2bServer, config: E2bConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recorded_spans(monkeypatch) as spans:
+        async with cutting_proxy(server.url) as proxy:
+            provider = E2bProvider(config.model_copy(update={"api_url": proxy.url}))
+            with spans.tracer.start_as_current_span("rollout") as rollout:
+                sandbox = await provider.attach(await provider.create(SandboxSpec()))
+                assert (await sandbox.exec("env", timeout_s=20)).exit_code == 0
+                await provider.destroy(sandbox.id)
+            trace_id = f"{rollout.get_span_context().trace_id:032x}"
+            sent = bytes(proxy.requests).lower()
+            asked = sent.count(b" http/1.1\r\n")
+            assert asked >= 3
+            assert sent.count(f"\r\ntraceparent: 00-{trace_id}-".encode()) == asked
+            proxy.requests.clear()
+            await provider.list()
+            assert b"traceparent" not in bytes(proxy.requests).lower()
