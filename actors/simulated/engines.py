@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
 import orjson
+from opentelemetry import trace
+from opentelemetry.context import Context
 
 from headrace.actors.errors import ActorGone
 from headrace.actors.record.metrics import UNRECORDED, SimulatedPushMetric
@@ -26,6 +28,7 @@ from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine
+from headrace.serve.observing import span_names as names
 
 if TYPE_CHECKING:
     from headrace.actors.record.metrics import MetricsWriter
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.policies.learners.simulated import SimulatedEnginesConfig
 
 logger = logging.getLogger(__name__)
+tracer = trace.get_tracer("headrace.actors.simulated.engines")
 
 WATCH_S: Final = 10.0
 """Maximum duration of one long-polling call."""
@@ -105,28 +109,32 @@ class SimulatedEngineGroup:
             if newest is not None and snapshot.version.epoch < newest.epoch:
                 return
             now = asyncio.get_running_loop().time
-            began_s = now()
-            if self._config.push is PushMode.DRAIN and newest is not None:
-                self._serve(admitting=False)
-                # Wait until every living worker has reported that it runs nothing.
-                while any(
-                    worker not in self._idle and now() - heard_s <= FORGOTTEN_S
-                    for worker, heard_s in self._heard_s.items()
-                ):
-                    self._has_drained.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(WATCH_S):
-                            await self._has_drained.wait()
-            self._serve(generating=self._config.push is not PushMode.PAUSE)
-            slow = self._slowdowns.factor(SlowKind.GATE, "", str(snapshot.version))
-            await asyncio.sleep(self._config.push_s * slow)
-            self._serve(version=snapshot.version, generating=True, admitting=True)
+            began_s, version = now(), str(snapshot.version)
+            named = {names.PUSH_VERSION: version, names.PUSH_TRANSPORT: "simulated"}
+            with tracer.start_as_current_span(names.PUSH, Context(), attributes=named):
+                if self._config.push is PushMode.DRAIN and newest is not None:
+                    await self._drain()
+                self._serve(generating=self._config.push is not PushMode.PAUSE)
+                slow = self._slowdowns.factor(SlowKind.GATE, "", version)
+                await asyncio.sleep(self._config.push_s * slow)
+                self._serve(version=snapshot.version, generating=True, admitting=True)
             self._pushes += 1
-            total_s = now() - began_s
             pushed = SimulatedPushMetric(
-                version=str(snapshot.version), total_s=total_s, rollouts_in_flight=rollouts_in_flight
+                version=version, total_s=now() - began_s, rollouts_in_flight=rollouts_in_flight
             )
             await record(self._metrics, pushed)
+
+    async def _drain(self) -> None:
+        """Wait until every living worker has reported that it runs nothing."""
+        now = asyncio.get_running_loop().time
+        self._serve(admitting=False)
+        while any(
+            worker not in self._idle and now() - heard_s <= FORGOTTEN_S for worker, heard_s in self._heard_s.items()
+        ):
+            self._has_drained.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._has_drained.wait()
 
     async def served_version(self) -> PolicyVersion | None:
         """Return the served version, as `EngineGroup.served_version` does."""

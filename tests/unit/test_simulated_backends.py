@@ -18,6 +18,7 @@ from headrace.actors.evaluation.evaluator import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.simulated import engines
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.actors.simulated.tasks import simulated_tasks
@@ -36,6 +37,8 @@ from headrace.policies.learners.simulated import (
 )
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.serve.capture.session import SessionId
+from headrace.serve.observing import span_names
+from support.recorded_spans import attributes_of, recorded_spans
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,6 +187,23 @@ def test_a_dead_learners_weights_are_not_served() -> None:
         assert (await group.status()).served.version == PolicyVersion(2, 0)
 
     run_virtual(main())
+
+
+def test_each_served_push_is_a_span_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        group, learner = (
+            SimulatedEngineGroup(SimulatedEnginesConfig(push_s=1)),
+            SimulatedLearner(SimulatedLearnerConfig()),
+        )
+        for epoch in (2, 1):
+            await learner.open(None, epoch=epoch)
+            await group.push(await learner.snapshot(), rollouts_in_flight=0)
+
+    with recorded_spans(monkeypatch, engines) as spans:
+        run_virtual(main())
+    pushed = spans.one(span_names.PUSH)
+    assert attributes_of(pushed) == {span_names.PUSH_VERSION: "2.0", span_names.PUSH_TRANSPORT: "simulated"}
+    assert pushed.parent is None
 
 
 def batch(number: int) -> Batch:
