@@ -1,4 +1,4 @@
-"""Set-up of the OpenTelemetry SDK in a process of the service.
+"""Set-up of tracing in a process of the service.
 
 Invariants:
 - Spans go to files only (span_files.py): ending one never blocks, and no receiver can delay a process. What an
@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import random
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,16 @@ from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.id_generator import IdGenerator
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.serve.observing import span_names
+from headrace.serve.observing.recorder import SpanRecorder
 from headrace.serve.observing.span_files import SUFFIX, SpanFile
-from headrace.serve.observing.tracing import root_attempt, root_span_id_for, trace_id_for
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+    from headrace.serve.observing.recorder import RecordedSpan
 
 OtlpProtocol: TypeAlias = Literal["http/protobuf", "grpc"]
 """Names of OTEL_EXPORTER_OTLP_PROTOCOL (https://opentelemetry.io/docs/specs/otel/protocol/exporter/)."""
@@ -34,9 +32,6 @@ EXAMPLES: Final[dict[OtlpProtocol, str]] = {
     "http/protobuf": "http://collector:4318/v1/traces",
     "grpc": "http://collector:4317",
 }
-
-MAX_LINKS: Final = 8192
-"""Links of one span; further ones are dropped."""
 
 
 class TelemetryConfig(BaseModel):
@@ -106,9 +101,11 @@ def check_receiver(url: str, protocol: OtlpProtocol) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryHandle:
-    """Handle to the set-up made by `configure`."""
+    """Handle to the set-up made by `configure`. Without a provider nothing is recorded, and without a file what is
+    recorded is dropped."""
 
-    provider: TracerProvider | None
+    provider: SpanRecorder | None
+    file: SpanFile | None = None
 
     def tracer(self, name: str) -> Tracer:
         """Return a tracer of this set-up, even if the set-up is not installed globally."""
@@ -116,12 +113,12 @@ class TelemetryHandle:
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Write the queued spans; return False if that takes too long."""
-        return self.provider is None or self.provider.force_flush(int(timeout_s * 1000))
+        return self.file is None or self.file.flush(timeout_s)
 
     def shutdown(self) -> None:
         """Write the queued spans and stop, within the time that a disk gets to answer. Idempotent."""
-        if self.provider is not None:
-            self.provider.shutdown()
+        if self.file is not None:
+            self.file.shutdown()
 
 
 def configure(
@@ -132,62 +129,35 @@ def configure(
     run_id: str = "",
     install: bool = True,
 ) -> TelemetryHandle:
-    """Set up the SDK for this process: spans go to `spans_dir/<process>.jsonl`.
+    """Set up tracing in this process: spans go to `spans_dir/<process>.jsonl`.
 
     `run_id` names the run in the spans' resource and in the trace ids of its rollouts. With `install`, it becomes the
     global provider, which a process can set only once. Raises OSError if the directory cannot be created.
     """
     if not config.enabled:
         return TelemetryHandle(provider=None)
-    attributes = {
+    resource = {
         "service.name": "headrace",
         "service.instance.id": process,
         "host.name": socket.gethostname(),
         span_names.RUN_ID: run_id,
         span_names.RECIPE: config.recipe,
     }
-    provider = TracerProvider(
-        resource=Resource.create(attributes),
-        id_generator=RolloutIdGenerator(run_id),
-        span_limits=SpanLimits(
-            max_span_attributes=64,
-            max_events=16,
-            # A step links to each member of its batch.
-            max_links=MAX_LINKS,
-            max_attribute_length=span_names.MAX_TEXT_CHARACTERS,
-        ),
-        shutdown_on_exit=False,
-    )
+    file = None
     if spans_dir is not None:
         spans_dir.mkdir(parents=True, exist_ok=True)
-        to_file = SpanFile(
+        file = SpanFile(
             spans_dir / f"{process}{SUFFIX}",
-            attributes,
+            resource,
             max_file_bytes=config.max_file_bytes,
             max_queue_spans=config.max_queue_spans,
             interval_s=config.flush_interval_s,
         )
-        provider.add_span_processor(to_file)
+    provider = SpanRecorder(_dropped if file is None else file.add, run_id=run_id, resource=resource)
     if install:
         trace.set_tracer_provider(provider)
-    return TelemetryHandle(provider=provider)
+    return TelemetryHandle(provider=provider, file=file)
 
 
-class RolloutIdGenerator(IdGenerator):
-    """Generator of random ids, except for the trace and span ids of a rollout attempt's root span (tracing.py).
-
-    The SDK's own takes ids from the `random` module, whose state a resumed learner restores: its steps would get the
-    ids of those that were undone, and tracing would change what training draws."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        # Seeded by the operating system; asking that for each id costs ten times as much.
-        self._random = random.Random()
-
-    def generate_trace_id(self) -> int:
-        attempt = root_attempt.get()
-        return (self._random.getrandbits(128) or 1) if attempt is None else trace_id_for(self._run_id, *attempt)
-
-    def generate_span_id(self) -> int:
-        attempt = root_attempt.get()
-        return (self._random.getrandbits(64) or 1) if attempt is None else root_span_id_for(self._run_id, *attempt)
+def _dropped(span: RecordedSpan) -> None:
+    """Take a span that nobody reads."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.types import Cause
 
-# The API has no argument for the ids of a root span; the SDK's id generator (telemetry.py), which knows the run, reads
-# this.
+# The API has no argument for the ids of a root span; the recorder, which knows the run, reads this.
 root_attempt: ContextVar[tuple[str, int] | None] = ContextVar("headrace_root_attempt", default=None)
 
 

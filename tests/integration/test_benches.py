@@ -102,6 +102,7 @@ def test_the_cost_of_tracing_is_reported_in_alternated_pairs() -> None:
     assert done.returncode in (0, EXIT_DIRTY)
     figures = json.loads(done.stdout)
     assert figures["bytes_per_turn"] <= 250
+    assert figures["span_over_sdk"] <= 0.6
     assert figures["gateway_spans"]["spans"] == 2 * figures["gateway_spans"]["turns"] > 0
     assert figures["quickstart_spans"]["turns"] > 0
     assert (done.returncode == EXIT_DIRTY) == bool(figures["misses"])

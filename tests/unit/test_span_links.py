@@ -21,9 +21,9 @@ from support.recorded_spans import RUN_ID, attributes_of, parent_id, recorded_sp
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext
 
+    from headrace.serve.observing.recorder import RecordedSpan
     from support.recorded_spans import RecordedSpans
 
 # A simulated run without a directory has no identity.
@@ -52,7 +52,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Record
         yield recorded, read_evidence(folder)
 
 
-def roots_of(recorded: RecordedSpans) -> dict[tuple[str, int], ReadableSpan]:
+def roots_of(recorded: RecordedSpans) -> dict[tuple[str, int], RecordedSpan]:
     """The root spans by rollout and attempt."""
     spans = recorded.named(names.ROLLOUT)
     found = {}

@@ -91,7 +91,7 @@ def test_the_resource_names_run_host_and_recipe() -> None:
     config = TelemetryConfig(recipe="quickstart")
     telemetry = configure(config, process="x", spans_dir=None, run_id="run-1", install=False)
     assert telemetry.provider is not None
-    named = telemetry.provider.resource.attributes
+    named = telemetry.provider.resource
     expected = {"headrace.run.id": "run-1", "host.name": socket.gethostname(), "headrace.recipe": "quickstart"}
     assert {name: named[name] for name in expected} == expected
     telemetry.shutdown()
@@ -109,7 +109,7 @@ def test_a_malformed_traceparent_starts_a_new_trace(text: str) -> None:
     assert not trace.get_current_span(context_from(text)).get_span_context().is_valid
 
 
-def test_without_an_sdk_nothing_is_recorded_and_no_error_is_raised() -> None:
+def test_without_tracing_nothing_is_recorded_and_no_error_is_raised() -> None:
     telemetry = configure(TelemetryConfig(enabled=False), process="x", spans_dir=None)
     span = start_rollout_span(telemetry.tracer("test"), "r", 1)
     assert traceparent_of(span) == ""

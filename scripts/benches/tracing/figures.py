@@ -20,9 +20,10 @@ from benches.gateway.model import write_model
 from benches.gateway.workload import answers
 from benches.load import OBJECT_STORE_BYTES, load_plan, run_load
 from benches.rollout_costs import measure as measure_rollouts
-from benches.rollout_costs import service_ms
+from benches.rollout_costs import service_ms, service_ratio
 from benches.tracing.collector import collector
 from benches.tracing.pairs import Pairs, alternated
+from benches.tracing.span import measure_span
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.actors.traces.store import FOLDER, SpanFolder
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from benches.load import Loaded
 
-PARTS: Final = ("quickstart", "gateway", "simulated", "collector")
+PARTS: Final = ("span", "quickstart", "gateway", "simulated", "collector")
 BOUNDS: Final = {
     "cpu_overhead": 0.02,
     "gateway_cpu_overhead": 0.03,
@@ -43,7 +44,7 @@ BOUNDS: Final = {
 }
 """Largest value of each figure."""
 WARM_UP: Final = 64
-ROLLOUTS: Final = 200
+ROLLOUTS: Final = 400
 SIMULATED: Final = 512
 TURN_S: Final = 0.1
 QUICK_AGENTS: Final = 10
@@ -52,6 +53,7 @@ QUICK_AGENTS: Final = 10
 def measure(parts: tuple[str, ...], quickstart: Path, *, pairs: int, quick: bool) -> dict[str, Any]:
     """Measure the parts. `quick` measures fewer rollouts and turns in each pair. Raises MeasurementBroken."""
     measured: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "span": lambda _: measure_span(),
         "quickstart": lambda folder: quickstart_cost(
             folder, quickstart, pairs=pairs, rollouts=ROLLOUTS // 4 if quick else ROLLOUTS
         ),
@@ -74,19 +76,22 @@ def misses(figures: dict[str, Any]) -> list[str]:
 
 
 def quickstart_cost(folder: Path, recipe: Path, *, pairs: int, rollouts: int) -> dict[str, Any]:
-    """Compare the CPU of the service's processes per rollout of a short quickstart, and measure what its spans take."""
-    compared, stored = Pairs(), {}
+    """Compare the CPU of the service's processes per rollout of a short quickstart, over that of its sandboxes, and
+    measure what its spans take."""
+    compared, per_rollout, stored = Pairs(), Pairs(), {}
     for number, on in enumerate(alternated(pairs)):
         directory = RunDirectory(path=folder / f"run-{number}")
         overrides = (f"telemetry.enabled={str(on).lower()}",)
         found = measure_rollouts(directory, recipe, rollouts=rollouts, warm_up=WARM_UP, overrides=overrides)
-        compared.add(service_ms(found), on=on)
+        compared.add(service_ratio(found), on=on)
+        per_rollout.add(service_ms(found), on=on)
         if on:
             stored = stored_spans(directory.path / FOLDER)
     return {
         "cpu_overhead": compared.overhead,
         "off_spread": compared.off_spread,
-        "quickstart_service_ms_per_rollout": compared.to_json(),
+        "quickstart_service_over_sandboxes": compared.to_json(),
+        "quickstart_service_ms_per_rollout": per_rollout.to_json(),
         "quickstart_spans": stored,
     }
 
