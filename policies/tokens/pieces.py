@@ -162,10 +162,13 @@ def _cut(text: str, start: int) -> int:
     for end in _line_ends(text, start + PIECE_MIN_CHARACTERS, forced):
         if zlib.crc32(text[end : end + 16].encode(errors="replace")) % 16 == 0:
             return end
-    if forced >= len(text):
-        return len(text)
-    ends = (next(_line_ends(text, forced, len(text)), None), next(_gaps(text, forced), None))
-    return min((end for end in ends if end is not None), default=len(text))
+    # Window by window, since the text may have thousands of the one and none of the other.
+    for begin in range(forced, len(text), PIECE_MAX_CHARACTERS):
+        stop = begin + PIECE_MAX_CHARACTERS
+        ends = (next(_line_ends(text, begin, stop), None), next(_gaps(text, begin, stop), None))
+        if found := [end for end in ends if end is not None]:
+            return min(found)
+    return len(text)
 
 
 def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:
@@ -177,13 +180,13 @@ def _line_ends(text: str, start: int, stop: int) -> Iterator[int]:
         end = text.find("\n", end, stop) + 1
 
 
-def _gaps(text: str, start: int) -> Iterator[int]:
+def _gaps(text: str, start: int, stop: int) -> Iterator[int]:
     """Yield the ends of words before a single space and an ASCII letter."""
-    end = text.find(" ", start)
+    end = text.find(" ", start, stop)
     while end >= 0:
         if text[end - 1].isalnum() and text[end + 1 : end + 2].isalpha() and text[end + 1].isascii():
             yield end
-        end = text.find(" ", end + 1)
+        end = text.find(" ", end + 1, stop)
 
 
 def _ends_words_at_lines(tokenizer: Tokenizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -364,6 +365,21 @@ def test_threads_can_share_a_renderer(folders: dict[str, Path]) -> None:
     for thread in threads:
         thread.join()
     assert found == expected
+
+
+def test_text_without_words_between_spaces_is_split_in_linear_time(folders: dict[str, Path]) -> None:
+    """80,000 small tools in 2 MB occupied the only thread that renders for minutes."""
+    encoder = ChatTokenizer(folders["qwen2.5"], cache_bytes=0)._pieces
+    line = '{"type": "function", "function": {"name": "t"}}\n'
+
+    def seconds_a_megabyte(size: int) -> float:
+        text = line * (size // len(line))
+        began_s = time.process_time()
+        encoder.ids(text)
+        return (time.process_time() - began_s) * 1e6 / size
+
+    # Four times as long, a search to the end of the text for each piece would take four times as long a piece.
+    assert min(seconds_a_megabyte(2_000_000) for _ in range(3)) < 2 * min(seconds_a_megabyte(500_000) for _ in range(3))
 
 
 @pytest.mark.parametrize(
