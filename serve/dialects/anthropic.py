@@ -143,7 +143,7 @@ class AnthropicMessages:
 
 
 def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireRequest:
-    document = fields.read_body(body)
+    document = fields.read_request(body, "messages")
     model, choice = fields.string(document, "model"), document.get("tool_choice")
     if choice is not None:
         choice = fields.as_object(choice, "tool_choice").get("type")

@@ -70,7 +70,7 @@ class ChatCompletions:
         return openai.COMMENT
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
-        document = fields.read_body(body)
+        document = fields.read_request(body, "messages")
         if document.get("n") not in (None, 1):
             raise BadRequest("n must be 1: one answer per request.", "n")
         model, options = fields.string(document, "model"), document.get("stream_options")
@@ -97,7 +97,7 @@ class ChatCompletions:
 
     def parse_tokenize(self, body: bytes) -> TokenizeRequest:
         """Parse the body of vLLM's `POST /tokenize`. Raises BadRequest."""
-        document = fields.read_body(body)
+        document = fields.read_request(body, "messages")
         if document.get("messages") is None and document.get("prompt") is not None:
             return TokenizeRequest(prompt=fields.string(document, "prompt"))
         continues = fields.boolean(document, "continue_final_message")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import orjson
@@ -25,6 +26,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_AGENT_CHARACTERS = 256
 DEFAULT_MODEL = "policy"
+MAX_MESSAGES = 8192
+MAX_PARTS = 32_768
+MAX_CALLS = 8192
+MAX_TOOLS = 1024
+"""Most messages (or input items), content parts, calls and tools of one request: far more than any agent sends. Each
+costs some microseconds before the length of the whole is known to fit, in which no other session is served."""
 SPARE_LEVELS = 32
 """Levels of nesting reserved for the document that a value from a body becomes part of; orjson writes at most 254
 levels."""
@@ -61,6 +68,50 @@ def read_body(body: bytes) -> JsonObject:
     if not isinstance(document, dict):
         raise BadRequest("The body must be a JSON object.")
     return document
+
+
+def read_request(body: bytes, messages: str) -> JsonObject:
+    """Return the body of a request whose messages are the field `messages`. Raises BadRequest like `read_body`, and for
+    more messages, parts, calls or tools than the caps allow, before any of them is read."""
+    document = read_body(body)
+    entries = document.get(messages)
+    _check_number(_length(entries), MAX_MESSAGES, messages)
+    parts, calls = _parts(document.get("system"), 0, "system"), 0
+    for entry in entries if isinstance(entries, list) else ():
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            if name == "tool_calls":
+                calls += _length(value)
+                _check_number(calls, MAX_CALLS, "tool_calls")
+            else:
+                parts = _parts(value, parts, messages)
+    tools = document.get("tools")
+    number = _length(tools)
+    _check_number(number, MAX_TOOLS, "tools")
+    for tool in tools if isinstance(tools, list) else ():
+        # A namespace has tools of its own.
+        number += _length(tool.get("tools")) if isinstance(tool, dict) else 0
+        _check_number(number, MAX_TOOLS, "tools")
+    return document
+
+
+def _parts(value: object, before: int, messages: str) -> int:
+    """Return the number of parts, with the `before` earlier ones: those of a content, and those of results in it."""
+    number = before + _length(value)
+    _check_number(number, MAX_PARTS, f"parts of {messages}")
+    for part in value if isinstance(value, list) else ():
+        if isinstance(part, dict):
+            number += _length(part.get("content"))
+            _check_number(number, MAX_PARTS, f"parts of {messages}")
+    return number
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
+def _check_number(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise BadRequest(f"{what}: a request may have at most {most}, and this one has more.", what.rpartition(" ")[2])
 
 
 def as_object(value: object, where: str) -> JsonObject:
@@ -237,11 +288,11 @@ def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -
     """Return the whole conversation, with consecutive tool results in one message. Raises BadRequest if it is empty or,
     unless `prefill` is true, if it ends with an assistant message."""
     whole: list[Message] = []
-    for message in messages:
-        if message.role is Role.TOOL and whole and whole[-1].role is Role.TOOL:
-            whole[-1] = Message(Role.TOOL, whole[-1].blocks + message.blocks)
+    for role, run in groupby(messages, key=lambda message: message.role):
+        if role is Role.TOOL:
+            whole.append(Message(role, tuple(block for message in run for block in message.blocks)))
         else:
-            whole.append(message)
+            whole.extend(run)
     if not whole:
         raise BadRequest(f"{where} must contain at least one message.", where)
     if whole[-1].role is Role.ASSISTANT and not prefill:

@@ -72,7 +72,7 @@ class Responses:
         return openai.event({"type": "keepalive", "sequence_number": 0})
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
-        document = fields.read_body(body)
+        document = fields.read_request(body, "input")
         for name, sentence in _STORED.items():
             if document.get(name):
                 raise BadRequest(sentence, name)
