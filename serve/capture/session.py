@@ -41,6 +41,7 @@ from headrace.serve.conversation import (
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.parsing.base import OutputParser, ParsedCall, ParsedOutput
 from headrace.serve.parsing.scanner import END_THINK, THINK
+from headrace.serve.rendering.work import RendererCall, RenderWork
 
 if TYPE_CHECKING:
     from headrace.buffer.token_kinds import KindRuns
@@ -213,54 +214,55 @@ class Session:
                 return node
         return None
 
-    def delta(self, match: Match, request: TurnRequest, renderer: Renderer, ending: Ending | None = None) -> TokenIds:
-        """Return the new ids, for `plan`. This is a pure function of its arguments; it may take a long time for a first
-        turn. By default, they end with the opening of the policy's turn, or with the open message.
+    def render_work(self, match: Match, request: TurnRequest, ending: Ending | None = None) -> RenderWork:
+        """Return the work whose result are the new ids, for `plan`; it may take a long time for a first turn. By
+        default, the ids end with the opening of the policy's turn, or with the open message. The match's prompt must
+        not be known. The work raises:
 
-        Raises:
             TemplateRefused: the template cannot render these messages.
             ContextExceeded: the messages alone have far more tokens than fit; they were not rendered.
         """
-        if match.prompt is not None:
-            return match.prompt.ids
-        limit = self.spec.budgets.max_context_tokens * RENDERED_TOKENS_FACTOR
-        if sum(message.characters for message in match.rest) > limit:
-            # Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that
-            # its cost is bounded.
-            texts = (text for message in match.rest for text in message.rendered_texts)
-            if renderer.count_tokens(texts, stop_at=limit) >= limit:
-                raise _too_long(request, request.characters, self.spec.budgets.max_context_tokens)
-        if match.resumes:
-            return renderer.insert(match.rest[-1].text)
-        ending = ending or (Ending.TURN if match.opened is None else Ending.OPEN)
-        if match.parent is None:
-            return renderer.render(match.rest, request.tools, ending)
-        return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest, ending)
+        most = self.spec.budgets.max_context_tokens
+        return RenderWork(
+            messages=match.rest,
+            tools=request.tools,
+            ending=ending or (Ending.TURN if match.opened is None else Ending.OPEN),
+            max_tokens=most * RENDERED_TOKENS_FACTOR,
+            refusal=_too_long(request, request.characters, most),
+            after=None if match.parent is None else (match.parent.last_id, match.parent.calls),
+            inserts=match.resumes,
+        )
 
-    def kinds(self, match: Match, request: TurnRequest, delta: TokenIds, renderer: Renderer) -> KindRuns | None:
-        """Return the kinds of the ids that `delta` returned, for `plan`; None if the renderer does not mark bodies, or
-        not those of these messages. Takes longer than `delta`."""
+    def delta(self, match: Match, request: TurnRequest, renderer: Renderer, ending: Ending | None = None) -> TokenIds:
+        """Return the new ids. Raises what `render_work` names."""
+        return match.prompt.ids if match.prompt is not None else self.render_work(match, request, ending)(renderer)
+
+    def kinds(
+        self, match: Match, request: TurnRequest, delta: TokenIds, renderer: Renderer
+    ) -> KindRuns | RendererCall | None:
+        """Return the kinds of the ids that `delta` returned, for `plan`, or the call that finds them, which takes
+        longer than `delta`; None if the renderer does not mark bodies, or not those of these messages."""
         if match.prompt is not None:
             return match.prompt.kinds
         if not renderer.marks_bodies:
             return None
         rest = match.rest if self.spec.marks_warnings else without_warnings(match.rest)
         if match.resumes:
-            has_warnings = any(isinstance(block, WarningText) for block in rest[-1].blocks)
-            if has_warnings and (kinds := renderer.insert_kinds(delta, rest[-1])) is not None:
-                return kinds
-            return ((TokenKind.OBSERVATION, len(delta)),) if len(delta) else ()
+            observed: KindRuns = ((TokenKind.OBSERVATION, len(delta)),) if len(delta) else ()
+            if any(isinstance(block, WarningText) for block in rest[-1].blocks):
+                return RendererCall("insert_kinds", (delta, rest[-1]), otherwise=observed)
+            return observed
         if match.opened is not None:
             # The agent wrote the beginning of the policy's message, which has no kind.
             return None
         if match.parent is not None:
-            return renderer.bridge_kinds(delta, match.parent.calls, rest)
+            return RendererCall("bridge_kinds", (delta, match.parent.calls, rest))
         observed_from = len(match.rest)
         if match.echoes or match.elsewhere:
             # A history that is rendered again: its earlier observations are in the rows of the turns that it repeats.
             turns = [index for index, message in enumerate(match.rest) if message.role is Role.ASSISTANT]
             observed_from = turns[-1] + 1 if turns else observed_from
-        return renderer.render_kinds(delta, rest, request.tools, observed_from=observed_from)
+        return RendererCall("render_kinds", (delta, rest, request.tools), {"observed_from": observed_from})
 
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds, kinds: KindRuns | None = None) -> TurnPlan:
         """Return the turn's prompt and the number of tokens that it may sample.

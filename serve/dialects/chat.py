@@ -95,7 +95,7 @@ class ChatCompletions:
             include_usage=options is True,
         )
 
-    def parse_tokenize(self, body: bytes) -> TokenizeRequest:
+    def parse_tokenize(self, body: bytes, headers: Mapping[str, str]) -> TokenizeRequest:
         """Parse the body of vLLM's `POST /tokenize`. Raises BadRequest."""
         document = fields.read_request(body, "messages")
         if document.get("messages") is None and document.get("prompt") is not None:

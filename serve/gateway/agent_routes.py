@@ -13,12 +13,13 @@ import logging
 import time
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiohttp import web
 
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.parse_work import ParseWork
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import (
     BadRequest,
@@ -34,10 +35,11 @@ from headrace.serve.gateway.delivery import Delivery, json_response
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.dialects.dialect import Dialect
+    from headrace.serve.dialects.chat import TokenizeRequest
+    from headrace.serve.dialects.dialect import Dialect, WireRequest
     from headrace.serve.gateway.sessions import SessionTable
     from headrace.serve.gateway.turns import LiveSession, Turns
 
@@ -84,7 +86,7 @@ class AgentRoutes:
     def _turn_on(self, dialect: Dialect) -> Handler:
         async def turn(request: web.Request) -> web.StreamResponse:
             asked_s, live = self._turns.now(), self._live(request)
-            asked = dialect.parse(await read_body(request, self._max_body_bytes), request.headers)
+            asked: WireRequest = await self._parsed(request, live, dialect.parse)
             uses = (use for pattern, use in self._model_policy if fnmatchcase(asked.turn.model, pattern))
             use = next(uses, ModelUse.TRAIN)
             if use is ModelUse.REFUSE:
@@ -115,17 +117,24 @@ class AgentRoutes:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
-        asked = _ANTHROPIC.parse_count(await read_body(request, self._max_body_bytes), request.headers)
+        asked: WireRequest = await self._parsed(request, live, _ANTHROPIC.parse_count)
         return json_response(_ANTHROPIC.count(await self._turns.count_tokens(live, asked.turn)))
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
-        asked = _CHAT.parse_tokenize(await read_body(request, self._max_body_bytes))
+        asked: TokenizeRequest = await self._parsed(request, live, _CHAT.parse_tokenize)
         if asked.turn is None:
             ids = await self._turns.tokenize_text(live, asked.prompt)
         else:
             ids = await self._turns.tokenize(live, asked.turn, opens_turn=asked.opens_turn)
         return json_response(_CHAT.tokenized(ids, live.core.spec.budgets.max_context_tokens))
+
+    async def _parsed(
+        self, request: web.Request, live: LiveSession, parse: Callable[[bytes, Mapping[str, str]], Any]
+    ) -> Any:
+        """Return the parsed body of a request. Raises BadRequest, BodyTooLarge."""
+        work = ParseWork(parse, await read_body(request, self._max_body_bytes), dict(request.headers))
+        return await self._turns.apart(live, work) if work.is_large else work()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         dialect = _ANTHROPIC if "anthropic-version" in request.headers else _CHAT

@@ -4,24 +4,14 @@ Invariants:
 - Arrays are encoded as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, packed mask bits
   (numpy `packbits`).
 - Input is validated: unknown keys or wrong types raise a BadRequest that names the key.
-- The calls of a `DaemonThread` run one at a time, in the order in which they were submitted.
-- A call whose waiter is cancelled before the call begins does not run; a call that has begun cannot be stopped, and its
-  result is discarded.
-- Its thread is a daemon thread. An executor would join its threads when the interpreter exits, so that a call that
-  never ends would keep the process alive after SIGTERM.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import numpy as np
 import orjson
@@ -42,43 +32,6 @@ _MOST: Final = 2**31 - 1
 """Largest position or id, since both are int32."""
 _MOST_OF_A_KEY: Final = 200
 """Number of characters of an unknown key that an error message repeats."""
-
-
-T = TypeVar("T")
-
-
-class DaemonThread:
-    """Thread that runs functions for an event loop: `await thread.run(function)`, and finally `stop`."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    async def run(self, function: Callable[[], T]) -> T:
-        """Run the function in the thread; return its result or raise its exception."""
-        future: Future[T] = Future()
-        self._calls.put((future, function))
-        return await asyncio.wrap_future(future)
-
-    def stop(self) -> None:
-        """Stop the thread after the current call, without waiting for it; calls that have not begun are cancelled."""
-        # Not with `empty()`: the thread may take the last call in between, and `get` would block for ever.
-        with suppress(queue.Empty):
-            while True:
-                if (call := self._calls.get_nowait()) is not None:
-                    call[0].cancel()
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised again where the future is awaited
-                future.set_exception(error)
 
 
 class SamplingForm(BaseModel):

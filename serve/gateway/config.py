@@ -41,6 +41,12 @@ class GatewaySection(BaseModel):
     turn_timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of one engine call; after that, the call is aborted and retried on another engine. Time during which a
     push holds the engine does not count."""
+    render_processes: int = Field(default=2, ge=1, le=64)
+    """Most processes that render long texts; they are started when there is work for them. With several, one is kept
+    for short work. Each needs about as much memory as the gateway itself."""
+    render_cpu_s: float = Field(default=20.0, gt=0)
+    """Processor time that the rendering of one request may take; after that, its process is replaced and the request
+    refused."""
     held_after_s: float = Field(default=5.0, gt=0)
     """If a turn is interrupted after this long without a sampled token, its rollout's outcome is infra, not a spent
     budget."""

@@ -32,6 +32,8 @@ from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
 from headrace.serve.parsing.parser_choice import choose_parser
+from headrace.serve.rendering.processes import RenderProcesses
+from headrace.serve.rendering.render_thread import RenderThread
 from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from headrace.serve.gateway.config import GatewayConfig
     from headrace.serve.gateway.routing import EngineRoute, RoutingTable
     from headrace.serve.rendering.render import Renderer
+    from headrace.serve.rendering.work import Renders
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class Gateway:
     inline.
 
     `renderer`, `connect` and `tracer` replace the defaults: the tokenizer's renderer, SGLang clients and the global
-    tracer.
+    tracer. A given renderer works in a thread of this process, since no other has it.
     """
 
     def __init__(
@@ -181,16 +184,18 @@ class Gateway:
 
         self._pool = EnginePool(deadlines, connect, time.monotonic, self._tracer, max_imbalance=config.max_imbalance)
         stack.push_async_callback(self._pool.aclose)
+        renders = self._renders(renderer)
+        stack.push_async_callback(renders.aclose)
         self._turns = Turns(
             self._pool,
             renderer,
+            renders,
             parser,
             time.monotonic,
             self._tracer,
             held_after_s=config.held_after_s,
             incarnation=secrets.token_hex(4),
         )
-        stack.callback(self._turns.aclose)
         self._sessions = SessionTable(
             self._turns,
             SessionLog(config.session_log_dir) if config.session_log_dir else None,
@@ -198,6 +203,17 @@ class Gateway:
             tasks,
             expire_grace_s=config.expire_grace_s,
             finished_grace_s=config.finished_grace_s,
+        )
+
+    def _renders(self, renderer: Renderer) -> Renders:
+        config = self._config
+        if self._renderer is not None or config.tokenizer_dir is None:
+            return RenderThread(renderer)
+        return RenderProcesses(
+            config.tokenizer_dir,
+            token_kinds=config.token_kinds,
+            processes=config.render_processes,
+            cpu_s=config.render_cpu_s,
         )
 
     async def stop(self) -> None:

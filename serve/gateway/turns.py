@@ -18,7 +18,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from headrace.buffer.breakdown import RENDER
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
@@ -30,12 +30,12 @@ from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.trie import Match, path
 from headrace.serve.conversation import Role, TurnRequest, say
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
-from headrace.serve.gateway.codec import DaemonThread
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
 from headrace.serve.observing.tracing import context_from
 from headrace.serve.parsing.parser_choice import ParserAlarm
+from headrace.serve.rendering.work import RendererCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from headrace.serve.conversation import TurnAnswer
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
+    from headrace.serve.rendering.work import Renders, Work
+
+T = TypeVar("T")
 
 MAX_RUNNING_TURNS = 64
 MAX_FAILURES = 100
@@ -58,8 +61,8 @@ MAX_FAILURES = 100
 not fill the disk."""
 MAX_VERSIONS = 64
 LONG_TEXT_CHARACTERS = 16_384
-"""New text and tool descriptions longer than this are rendered in a thread: rendering them takes milliseconds, which
-would block all sessions."""
+"""New text longer than this, and descriptions of tools, are rendered apart from the event loop: rendering them takes
+milliseconds, which would block all sessions."""
 
 
 class TurnKey(NamedTuple):
@@ -75,7 +78,7 @@ class TurnKey(NamedTuple):
 class LiveSession:
     """A session with its log, its trace context and its running turns. `unlogged` holds events that could not be
     written; they are written, in order, as soon as the log works again. `rendering` prevents a session from having more
-    than one long text at a time in the rendering thread."""
+    than one long text rendered at a time."""
 
     core: Session
     token: str
@@ -136,6 +139,7 @@ class Turns:
         self,
         pool: EnginePool,
         renderer: Renderer,
+        renders: Renders,
         parser: OutputParser,
         clock: Callable[[], float],
         tracer: Tracer,
@@ -155,12 +159,7 @@ class Turns:
         self._tracer = tracer
         self._held_after_s = held_after_s
         self._incarnation = incarnation
-        self._thread = DaemonThread("render")
-
-    def aclose(self) -> None:
-        """Stop the thread without waiting for a render in progress. Call this after the last session has been
-        closed."""
-        self._thread.stop()
+        self._renders = renders
 
     def now(self) -> float:
         """Return the time on this gateway's clock."""
@@ -299,20 +298,27 @@ class Turns:
             raise BadRequest(f"These messages cannot be rendered: {error}", "messages") from None
 
     async def _delta(self, live: LiveSession, match: Match, request: TurnRequest, ending: Ending | None) -> TokenIds:
+        if match.prompt is not None:
+            return match.prompt.ids
+        work = live.core.render_work(match, request, ending)
         shows_tools = match.parent is None and bool(request.tools)
-        is_long = shows_tools or sum(message.characters for message in match.rest) > LONG_TEXT_CHARACTERS
-        if match.prompt is None and is_long:
-            async with live.rendering:
-                return await self._thread.run(lambda: live.core.delta(match, request, self._renderer, ending))
-        return live.core.delta(match, request, self._renderer, ending)
+        if shows_tools or work.characters > LONG_TEXT_CHARACTERS:
+            return await self.apart(live, work)
+        return work(self._renderer)
 
     async def _kinds(self, live: LiveSession, match: Match, request: TurnRequest, delta: TokenIds) -> KindRuns | None:
         """Return the kinds of a request's new ids, if they are asked for. They need a second render, so the event loop
         never computes them."""
-        if match.prompt is not None or not self._renderer.marks_bodies:
-            return live.core.kinds(match, request, delta, self._renderer)
+        kinds = live.core.kinds(match, request, delta, self._renderer)
+        if not isinstance(kinds, RendererCall):
+            return kinds
+        found: KindRuns | None = await self.apart(live, kinds)
+        return found
+
+    async def apart(self, live: LiveSession, work: Work[T]) -> T:
+        """Return the result of a work for a session, done apart from the event loop: one at a time."""
         async with live.rendering:
-            return await self._thread.run(lambda: live.core.kinds(match, request, delta, self._renderer))
+            return await self._renders.run(live.core.spec.session_id, work)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
         """Return the completion, or None if the wall-time budget ran out first."""
@@ -370,4 +376,5 @@ class Turns:
         with suppress(LogBroken):
             live.flush()
         self._pool.router.forget(live.core.spec.session_id)
+        self._renders.forget(live.core.spec.session_id)
         return replace(report_of(live.core), usage=live.usage.usage(self._clock()))

@@ -424,13 +424,16 @@ async def world(
     renderer: Renderer | None = None,
     tracer: Tracer | None = None,
     engine_type: type[Engine] = Engine,
+    in_processes: bool = False,
     **config: Any,
 ) -> AsyncIterator[World]:
-    """Start a gateway and an engine for each script (by default one that samples `ls` for ever)."""
+    """Start a gateway and an engine for each script (by default one that samples `ls` for ever). It renders in a thread,
+    with a renderer that is loaded already, or `in_processes` of its own, as a run's gateway does."""
     given: dict[str, Any] = {"tokenizer_dir": model_dir, "abort_grace_s": 10.0, **config}
     settings = GatewayConfig(**given)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
-    gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
+    given_renderer = None if in_processes else renderer or renderer_of(model_dir)
+    gateway = Gateway(settings, ADMIN, renderer=given_renderer, tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):
         url = await gateway.start()
         try:

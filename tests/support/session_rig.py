@@ -32,6 +32,7 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.rendering.work import RendererCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -163,7 +164,8 @@ class Rig:
         if match.parent is not None and match.prompt is None and not (self.renderer.bridges or match.resumes):
             match = self.core.trie.as_root(match, request)
         delta = self.core.delta(match, request, self.renderer)
-        return self.core.plan(match, request, delta, self.core.kinds(match, request, delta, self.renderer))
+        kinds = self.core.kinds(match, request, delta, self.renderer)
+        return self.core.plan(match, request, delta, kinds(self.renderer) if isinstance(kinds, RendererCall) else kinds)
 
     def turn(
         self,

@@ -1,0 +1,99 @@
+"""Work for a renderer that may run in another process: what it needs, and nothing of the session that it is for.
+
+Invariant: a work is a pure function of its fields and the renderer (except caches), and survives pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from headrace.policies.tokens.chat_template import Ending
+    from headrace.serve.conversation import Message, ToolCall, ToolSpec
+    from headrace.serve.errors import WireError
+    from headrace.serve.rendering.render import Renderer, TokenIds
+
+T = TypeVar("T")
+Work: TypeAlias = "Callable[[Renderer], T]"
+
+
+class Renders(Protocol):
+    """Does works apart from the event loop: `RenderProcesses` or `RenderThread`."""
+
+    async def run(self, owner: str, work: Work[T]) -> T:
+        """Return the result of a work for this owner. Raises what the work raises."""
+        ...
+
+    def forget(self, owner: str) -> None:
+        """Forget what is known of an owner."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop without waiting for works in progress."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderWork:
+    """Rendering of messages: a whole conversation with its tools; what follows a sampled turn, whose last id and calls
+    are `after`; or with `inserts` the text of the last message, inserted into a sampled turn. `refusal` is raised if
+    the texts alone have `max_tokens` or more."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec]
+    ending: Ending
+    max_tokens: int
+    refusal: WireError
+    after: tuple[int, Sequence[ToolCall]] | None = None
+    inserts: bool = False
+
+    @property
+    def characters(self) -> int:
+        """Total length of what is rendered."""
+        return sum(message.characters for message in self.messages) + sum(tool.size for tool in self._shown_tools)
+
+    @property
+    def _shown_tools(self) -> Sequence[ToolSpec]:
+        return self.tools if self.after is None and not self.inserts else ()
+
+    def __call__(self, renderer: Renderer) -> TokenIds:
+        """Return the ids. Raises TemplateRefused, and the refusal."""
+        # Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that its
+        # cost is bounded.
+        if self.characters > self.max_tokens and (
+            renderer.count_tokens(self._texts(), stop_at=self.max_tokens) >= self.max_tokens
+        ):
+            raise self.refusal
+        if self.inserts:
+            return renderer.insert(self.messages[-1].text)
+        if self.after is None:
+            return renderer.render(self.messages, self.tools, self.ending)
+        return renderer.bridge(*self.after, self.messages, self.ending)
+
+    def _texts(self) -> Iterator[str]:
+        for message in self.messages:
+            yield from message.rendered_texts
+        for tool in self._shown_tools:
+            yield tool.name
+            yield tool.description
+            yield orjson.dumps(tool.parameters, default=dict, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class RendererCall:
+    """A call of one of the renderer's methods, and the result in place of None."""
+
+    method: str
+    arguments: Sequence[Any]
+    named: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: Any = None
+
+    def __call__(self, renderer: Renderer) -> Any:
+        found = getattr(renderer, self.method)(*self.arguments, **self.named)
+        return self.otherwise if found is None else found
