@@ -97,6 +97,15 @@ def gateway(json: Json = True) -> None:
 
 
 @app.command()
+def hostile(json: Json = True) -> None:
+    """Measure what other sessions notice of one that sends bodies which take long to parse, to count or to render: the
+    longest stall of a turn (`hostile_stall_ms`), and the memory of the gateway with its processes above its base."""
+    from benches.gateway.figures import measure_hostile_session
+
+    _print(asyncio.run(measure_hostile_session()))
+
+
+@app.command()
 def push(
     json: Json = True,
     parts: Annotated[str, typer.Option(help="Comma-separated parts to measure; all by default.")] = "",

@@ -26,9 +26,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_AGENT_CHARACTERS = 256
 DEFAULT_MODEL = "policy"
-MAX_MESSAGES = 8192
-MAX_PARTS = 32_768
-MAX_CALLS = 8192
+MAX_MESSAGES = 4096
+MAX_PARTS = 16_384
+MAX_CALLS = 4096
 MAX_TOOLS = 1024
 """Most messages (or input items), content parts, calls and tools of one request: far more than any agent sends. Each
 costs some microseconds before the length of the whole is known to fit, in which no other session is served."""

@@ -1,6 +1,8 @@
 """Parsing of large bodies apart from the event loop, as work for a process that renders.
 
-Invariant: what is parsed on the event loop has at most `MOST_BYTES` and `MOST_BRACKETS`: a few milliseconds.
+Invariants:
+- What is parsed on the event loop has at most `MOST_BYTES` and `MOST_BRACKETS`: a few milliseconds.
+- What has more than `MAX_BRACKETS` is not parsed: each may become a Python object of 64 bytes and more.
 """
 
 from __future__ import annotations
@@ -9,28 +11,40 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from headrace.serve.errors import BadRequest
+
 if TYPE_CHECKING:
     from headrace.serve.rendering.render import Renderer
 
 MOST_BYTES: Final = 1 << 20
-MOST_BRACKETS: Final = 20_000
-"""Objects and lists in a body, and such characters in its strings. An agent's body of 128k tokens has a few thousand; a
+MOST_BRACKETS: Final = 6_000
+"""Objects and lists in a body, and such characters in its strings. An agent's body of 100k tokens has a few thousand; a
 hostile one of a megabyte has half a million, each of which becomes a Python object."""
+MAX_BRACKETS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ParseWork:
-    """Parsing of a body by a dialect's method."""
+    """Parsing of a body by a dialect's method; `brackets` is what `brackets_of` returns."""
 
     parse: Callable[[bytes, Mapping[str, str]], Any]
     body: bytes
     headers: Mapping[str, str]
 
+    brackets: int
+
     @property
     def is_large(self) -> bool:
         """True if it would block the event loop for too long."""
-        body = self.body
-        return len(body) > MOST_BYTES or body.count(b"{") + body.count(b"[") > MOST_BRACKETS
+        return len(self.body) > MOST_BYTES or self.brackets > MOST_BRACKETS
 
     def __call__(self, renderer: Renderer | None = None) -> Any:
         return self.parse(self.body, self.headers)
+
+
+def brackets_of(body: bytes) -> int:
+    """Return the number of brackets that open an object or a list, those in strings included. Raises BadRequest."""
+    brackets = body.count(b"{") + body.count(b"[")
+    if brackets > MAX_BRACKETS:
+        raise BadRequest(f"The body may have at most {MAX_BRACKETS} objects and lists, and this one has more.")
+    return brackets

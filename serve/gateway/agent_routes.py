@@ -19,7 +19,7 @@ from aiohttp import web
 
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.parse_work import ParseWork
+from headrace.serve.dialects.parse_work import ParseWork, brackets_of
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import (
     BadRequest,
@@ -133,7 +133,8 @@ class AgentRoutes:
         self, request: web.Request, live: LiveSession, parse: Callable[[bytes, Mapping[str, str]], Any]
     ) -> Any:
         """Return the parsed body of a request. Raises BadRequest, BodyTooLarge."""
-        work = ParseWork(parse, await read_body(request, self._max_body_bytes), dict(request.headers))
+        body = await read_body(request, self._max_body_bytes)
+        work = ParseWork(parse, body, dict(request.headers), brackets_of(body))
         return await self._turns.apart(live, work) if work.is_large else work()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

@@ -7,7 +7,8 @@ Invariants:
 - A process that dies otherwise (out of memory) is replaced, and its work is done once more.
 - Of those who wait, the owner whose works took the least time comes first. With several processes one is kept for
   works of at most `SMALL_BYTES`, so that they never wait for a large one.
-- A process that keeps more than `SPARE_BYTES` above what it had at first ends, and is replaced when there is work.
+- A process in which a work leaves more than `SPARE_BYTES` behind ends, and is replaced when there is work. (What the
+  caches keep of a work is far less.)
 - Processes are started when there is work for them. They end with their parent, and nobody waits for one.
 """
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES: Final = 256 << 10
-SPARE_BYTES: Final = 192 << 20
+SPARE_BYTES: Final = 32 << 20
 WALL_FACTOR: Final = 20
 START_S: Final = 120.0
 MAX_OWNERS: Final = 4096
@@ -245,14 +246,14 @@ def main(arguments: list[str]) -> None:
     renderer = load_renderer(Path(tokenizer_dir), token_kinds=token_kinds == "1")
     gc.collect()
     gc.freeze()
-    base = resident_bytes()
     replies.ready()
     while len(head := source.read(_HEAD)) == _HEAD:
+        before = resident_bytes()
         data = source.read(int.from_bytes(head, "big"))
         with replies.timed():
             succeeded, result = _done(data, renderer)
         del data
-        goes_on = resident_bytes() <= base + SPARE_BYTES
+        goes_on = resident_bytes() <= before + SPARE_BYTES
         replies.write(_pickled(succeeded, result, goes_on=goes_on))
         if not goes_on:
             return

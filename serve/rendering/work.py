@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import orjson
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.serve.errors import WireError
     from headrace.serve.rendering.render import Renderer, TokenIds
 
+TEMPLATE_CHARACTERS: Final = 32
 T = TypeVar("T")
 Work: TypeAlias = "Callable[[Renderer], T]"
 
@@ -55,8 +56,9 @@ class RenderWork:
 
     @property
     def characters(self) -> int:
-        """Total length of what is rendered."""
-        return sum(message.characters for message in self.messages) + sum(tool.size for tool in self._shown_tools)
+        """Total length of what is rendered, with what a template adds to each message."""
+        shown = sum(tool.size for tool in self._shown_tools)
+        return shown + sum(message.characters + TEMPLATE_CHARACTERS for message in self.messages)
 
     @property
     def _shown_tools(self) -> Sequence[ToolSpec]:

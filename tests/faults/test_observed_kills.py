@@ -23,7 +23,7 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.slowness.in_flight import in_flight
 from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
 from headrace.actors.traces.store import FOLDER as SPANS
-from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
 from support import run_rig as runs
 from support.collectors import http_collector
@@ -68,7 +68,7 @@ def has_open(pid: int, folder: Path) -> bool:
 
 
 def steps(directory: RunDirectory) -> int:
-    return len(read_evidence(directory.path).commits) if (directory.path / "ledger.db").exists() else 0
+    return len(read_evidence(directory.path).commits) if has_begun(directory.path) else 0
 
 
 def begin(command: tuple[str, ...]) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ The clients are written from the vendors' pages: they keep what they were served
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 import struct
@@ -358,7 +359,9 @@ class Client:
         """One request as it is; nothing is kept."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers}
-        async with self.http.post(self.base_url + self.wire.path, data=data, headers=headers) as response:
+        # A large one as a file, which the client sends piece by piece.
+        sent = io.BytesIO(data) if len(data) > 1 << 20 else data
+        async with self.http.post(self.base_url + self.wire.path, data=sent, headers=headers) as response:
             raw = await response.read()
             if response.status != 200:
                 return Reply(response.status, raw)
@@ -427,8 +430,8 @@ async def world(
     in_processes: bool = False,
     **config: Any,
 ) -> AsyncIterator[World]:
-    """Start a gateway and an engine for each script (by default one that samples `ls` for ever). It renders in a thread,
-    with a renderer that is loaded already, or `in_processes` of its own, as a run's gateway does."""
+    """Start a gateway and an engine for each script (by default one that samples `ls` for ever). It renders in a
+    thread, with a renderer that is loaded already, or `in_processes` of its own, as a run's gateway does."""
     given: dict[str, Any] = {"tokenizer_dir": model_dir, "abort_grace_s": 10.0, **config}
     settings = GatewayConfig(**given)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]

@@ -14,9 +14,10 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benches.gateway.engine import ScriptedEngine
+from benches.gateway.hostile import measure_hostile
 from benches.gateway.load import Bench
 from benches.gateway.model import write_model
 from benches.gateway.process import raise_open_files
@@ -193,3 +194,12 @@ async def measure() -> GatewayFigures:
         loop="asyncio",
         wall_s=time.perf_counter() - started,
     )
+
+
+async def measure_hostile_session() -> dict[str, Any]:
+    """Measure what other sessions notice of a hostile one; takes about a minute."""
+    raise_open_files()
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        scripted = answers(write_model(Path(folder)))
+        async with ScriptedEngine(scripted) as engine:
+            return (await measure_hostile(Bench(Path(folder), engine))).to_json()

@@ -159,13 +159,13 @@ class Bench:
     def __init__(self, tokenizer_dir: Path, engine: ScriptedEngine) -> None:
         self._tokenizer_dir = tokenizer_dir
         self._engine = engine
-        self._agents = 0
+        self._agents = self._sessions = 0
 
     async def agent_sized(self, spans_dir: Path | None = None) -> TurnCost:
         """Run batches of conversations of `TURNS` turns; all remain unfinished until the last has ended. With
         `spans_dir` the gateway writes spans."""
         self._engine.delay_s = 0.0
-        async with self._gateway(spans_dir=spans_dir) as side:
+        async with self.gateway(spans_dir=spans_dir) as side:
             gateway, client, http = side
             await _finish(client, (await self._batch(side, AT_ONCE)).ids)
             before = await gateway.probe()
@@ -193,7 +193,7 @@ class Bench:
         the one that writes spans to `spans_dir` (True), or the one without. Yield the CPU milliseconds of a turn, and
         which gateway it was."""
         self._engine.delay_s = 0.0
-        async with self._gateway(spans_dir=spans_dir) as traced, self._gateway() as untraced:
+        async with self.gateway(spans_dir=spans_dir) as traced, self.gateway() as untraced:
             sides = {True: traced, False: untraced}
             for side in sides.values():
                 await _finish(side[1], (await self._batch(side, agents)).ids)
@@ -205,7 +205,7 @@ class Bench:
     async def _batch(self, side: _Side, agents: int) -> _Batch:
         """Run a batch of conversations, whose sessions stay open."""
         gateway, client, http = side
-        opened, ids = await self._open(http, client, agents, request_head())
+        opened, ids = await self.open(http, client, agents, request_head())
         started = await gateway.probe()
         await _run(opened, [OUTPUT_CHARACTERS] * TURNS)
         cpu_s = (await gateway.probe()).cpu_s - started.cpu_s
@@ -222,12 +222,12 @@ class Bench:
         head = request_head(system_characters=300, tools=1)
         direct: list[float] = []
         through: list[float] = []
-        async with self._gateway() as (_, client, http):
+        async with self.gateway() as (_, client, http):
             await _paced(self._direct(http, SMALL_AGENTS, head), turns=2)
-            await _paced((await self._open(http, client, SMALL_AGENTS, head))[0], turns=2)
+            await _paced((await self.open(http, client, SMALL_AGENTS, head))[0], turns=2)
             for _ in range(ROUNDS):
                 direct += await _paced(self._direct(http, SMALL_AGENTS, head), SMALL_TURNS)
-                agents, ids = await self._open(http, client, SMALL_AGENTS, head)
+                agents, ids = await self.open(http, client, SMALL_AGENTS, head)
                 through += await _paced(agents, SMALL_TURNS)
                 await _finish(client, ids)
         return _latencies(direct), _latencies(through)
@@ -235,8 +235,8 @@ class Bench:
     async def burst(self) -> Burst:
         """Start 2,000 agents at once, then grow all their sessions to 36,000 tokens."""
         self._engine.delay_s = ENGINE_S
-        async with self._gateway(watch=True) as (gateway, client, http):
-            agents, _ = await self._open(http, client, MANY, request_head())
+        async with self.gateway(watch=True) as (gateway, client, http):
+            agents, _ = await self.open(http, client, MANY, request_head())
             await gateway.probe()
             started = time.perf_counter()
             await _run(agents, _MANY_OUTPUTS[:1])
@@ -254,7 +254,8 @@ class Bench:
         )
 
     @asynccontextmanager
-    async def _gateway(self, *, watch: bool = False, spans_dir: Path | None = None) -> AsyncIterator[_Side]:
+    async def gateway(self, *, watch: bool = False, spans_dir: Path | None = None) -> AsyncIterator[_Side]:
+        """Run a gateway in front of the engine; `watch` times its callbacks, and with `spans_dir` it writes spans."""
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as log_dir:
             async with (
                 gateway_process(
@@ -267,11 +268,13 @@ class Bench:
             ):
                 yield gateway, client, http
 
-    async def _open(
+    async def open(
         self, http: aiohttp.ClientSession, client: GatewayClient, number: int, head: Mapping[str, Any]
     ) -> tuple[list[MeasuredAgent], list[SessionId]]:
+        """Open sessions, and return an agent for each, and their ids."""
         budgets = Budgets(max_context_tokens=131_072)
-        ids = [SessionId(f"measured-{self._agents + index}") for index in range(number)]
+        ids = [SessionId(f"measured-{self._sessions + index}") for index in range(number)]
+        self._sessions += number
         # Each session belongs to an attempt with a trace of its own, as in a run.
         parents = {each: NonRecordingSpan(attempt_context("bench", each, 1)) for each in ids}
         specs = [

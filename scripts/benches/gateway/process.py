@@ -40,9 +40,10 @@ _PROBE_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Measurement of the process. `cpu_s` is the processor time of all threads since the start; `memory_mb` is the
-    resident memory after a full garbage collection. The others cover the time since the last probe: the longest
-    callback of the loop (thread time) and the longest garbage collection of any thread (wall time)."""
+    """Measurement of the process. `cpu_s` is the processor time of all threads and of the processes that render, since
+    the start; `memory_mb` is the resident memory of the gateway's own process after a full garbage collection. The
+    others cover the time since the last probe: the longest callback of the loop (thread time) and the longest garbage
+    collection of any thread (wall time)."""
 
     cpu_s: float
     memory_mb: float
@@ -135,7 +136,7 @@ class _Watch:
         asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]  # noqa: SLF001
 
     def probe(self) -> Probe:
-        cpu_s = time.process_time()
+        cpu_s = time.process_time() + _children_s()
         seen = self.callback_s, self.collection_s
         gc.collect()
         self.callback_s = self.collection_s = 0.0
@@ -145,6 +146,14 @@ class _Watch:
             callback_ms=1000 * seen[0],
             collection_ms=1000 * seen[1],
         )
+
+
+def _children_s() -> float:
+    """Return the processor time of the processes that render, ended ones included."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = (child.cpu_times() for child in psutil.Process().children(recursive=True))
+    total_s: float = ended.ru_utime + ended.ru_stime + sum(times.user + times.system for times in running)
+    return total_s
 
 
 async def _serve(options: argparse.Namespace) -> None:

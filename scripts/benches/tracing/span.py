@@ -14,14 +14,17 @@ from headrace.serve.observing.recorder import SpanRecorder
 from headrace.serve.observing.span_files import line_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Tracer
+    from opentelemetry.util.types import AttributeValue
 
     from headrace.serve.observing.recorder import RecordedSpan
 
 ROUNDS: Final = 15
 SPANS: Final = 2000
-ATTRIBUTES: Final = {"headrace.rollout.id": "r000123", "headrace.rollout.attempt": 1}
+ATTRIBUTES: Final[Mapping[str, AttributeValue]] = {"headrace.rollout.id": "r000123", "headrace.rollout.attempt": 1}
 
 
 class _Queue(SpanProcessor):
