@@ -86,10 +86,10 @@ class _Process:
         return reply
 
     async def end(self) -> None:
-        """Kill it."""
+        """Kill it, and close its pipes."""
         with suppress(ProcessLookupError):
             self.process.kill()
-        await self.process.wait()
+        await self.process.communicate()
 
 
 class RenderProcesses:
@@ -105,6 +105,8 @@ class RenderProcesses:
         self._starting: dict[asyncio.Task[None], bool] = {}
         """Tasks that start a process, and whether it takes large works."""
         self._serving: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks that end a process; never cancelled, so that no process stays behind."""
         self._used_s: defaultdict[str, float] = defaultdict(float)
         self._closed = False
 
@@ -132,7 +134,9 @@ class RenderProcesses:
         for job in self._waiting:
             job.result.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(process.end() for process in (*self._idle, *self._running)))
+        for process in (*self._idle, *self._running):
+            self._end(process)
+        await asyncio.gather(*self._ending)
 
     def _dispatch(self) -> None:
         """Give waiting works to idle processes, and start a process if one of them has none."""
@@ -153,6 +157,9 @@ class RenderProcesses:
                 task = asyncio.ensure_future(self._start(takes_large=takes_large))
                 self._starting[task] = takes_large
                 task.add_done_callback(self._starting.pop)
+
+    def _end(self, process: _Process) -> None:
+        self._keep(self._ending, asyncio.ensure_future(process.end()))
 
     @staticmethod
     def _keep(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
@@ -175,7 +182,7 @@ class RenderProcesses:
                 await process.stdout.readexactly(_HEAD)
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             if process is not None:
-                await _Process(process, takes_large).end()
+                self._end(_Process(process, takes_large))
             logger.error("a process that renders does not start: %r", error)
             waiting, self._waiting = self._waiting, []
             for job in waiting:
@@ -184,7 +191,7 @@ class RenderProcesses:
             return
         except asyncio.CancelledError:
             if process is not None:
-                await _Process(process, takes_large).end()
+                self._end(_Process(process, takes_large))
             raise
         self._idle.append(_Process(process, takes_large))
         # Called once the task no longer counts as starting.
@@ -216,7 +223,7 @@ class RenderProcesses:
             if goes_on:
                 self._idle.append(process)
             else:
-                await process.end()
+                self._end(process)
             self._dispatch()
 
     def _died(self, job: _Job) -> None:
