@@ -165,7 +165,8 @@ class TurnRequest:
     ("" for the main one). With `calls_allowed` false, calls in the answer remain text. With `continues`, the last
     message is the policy's, has no calls and follows a message of another role: the policy continues it. Without
     `separates_reasoning`, the answer is one text as it was sampled, reasoning and call markup included. The agent's
-    sampling parameters are omitted on purpose: the session's own parameters apply."""
+    sampling parameters are omitted on purpose: the session's own parameters apply. `sampling` is a digest of them: who
+    changes one wants another answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -178,6 +179,7 @@ class TurnRequest:
     model: str = ""
     agent: str = ""
     purpose: Purpose = Purpose.TURN
+    sampling: str = ""
 
     @property
     def characters(self) -> int:

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -77,6 +77,15 @@ class SingleFlight(Generic[R]):
         """Wait until no run is active any more."""
         if self._running:
             await asyncio.wait([running.task for running in self._running.values()])
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """Yield the keys with an active run, in the order in which they began."""
+        return iter(self._running)
+
+    def is_abandoned(self, key: Hashable) -> bool:
+        """Return whether the run for this key is ending because its last waiter was cancelled."""
+        running = self._running.get(key)
+        return running is not None and running.abandoned
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._running

@@ -116,11 +116,16 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Event: the last byte of an answer was passed to the connection at the time `at` (this process's monotonic clock,
-    in seconds)."""
+    """Event: the last byte of an answer was passed to the connection."""
 
     turn_id: str
-    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Event: a request got the answer of an earlier, equal one again, since that answer was lost."""
+
+    turn_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,4 +142,4 @@ class Spent:
     budget: Exhausted
 
 
-Event: TypeAlias = Recorded | Accepted | Delivered | Failed | Spent
+Event: TypeAlias = Recorded | Accepted | Delivered | Replayed | Failed | Spent

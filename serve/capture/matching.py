@@ -72,6 +72,7 @@ def options_digest(request: TurnRequest) -> str:
     a higher limit."""
     kept = " stop kept" if request.keeps_stop else ""
     kept += "" if request.separates_reasoning else " raw"
+    kept += f" {request.sampling}" if request.sampling else ""
     return digest(str(request.max_tokens), f"{request.calls_allowed}{kept}", *request.stop).hex()
 
 

@@ -92,7 +92,8 @@ class SessionReport:
     row. `failures` are engine, gateway and network failures that reached the agent: any of them makes the outcome
     infra, whatever the score. `drift` counts turns by how their echoes differed, and `lost_calls` counts pieces of call
     markup that could not be parsed. `rerendered` counts the conversations after the first that began with a full
-    render. `conversation` holds every sampled turn as text, if requested. `usage` says where the time went."""
+    render, and `replays` requests that got the answer of an earlier, equal one again. `conversation` holds every
+    sampled turn as text, if requested. `usage` says where the time went."""
 
     session_id: SessionId
     trajectory: Trajectory | None
@@ -106,6 +107,7 @@ class SessionReport:
     lineages: tuple[Lineage, ...] = ()
     drift: dict[str, int] = field(default_factory=dict)
     lost_calls: int = 0
+    replays: int = 0
     conversation: tuple[TranscriptTurn, ...] = ()
     usage: SessionUsage = field(default_factory=SessionUsage)
 
@@ -148,6 +150,7 @@ def report_of(session: Session) -> SessionReport:
         sampled_tokens=session.sampled_tokens,
         trained_tokens=sum(int(row.loss_mask_T.sum()) for row in rows),
         masked={reason: tokens for reason, tokens in masked.items() if tokens},
+        replays=sum(node.replays for node in session.trie.sampled),
         rerendered=max(0, len(session.trie.roots) - 1),
         exhausted=session.exhausted,
         failures=tuple(session.failures),

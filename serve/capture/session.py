@@ -22,7 +22,18 @@ from typing import TYPE_CHECKING, NewType
 from headrace.buffer.token_kinds import TokenKind
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Origin, Recorded, Spent, Status
+from headrace.serve.capture.events import (
+    Accepted,
+    Delivered,
+    Event,
+    Exhausted,
+    Failed,
+    Origin,
+    Recorded,
+    Replayed,
+    Spent,
+    Status,
+)
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.trie import Match, SampledNode, Trie, path
 from headrace.serve.capture.turn_ends import TurnCut, cut_at_stop
@@ -44,6 +55,8 @@ from headrace.serve.parsing.scanner import END_THINK, THINK
 from headrace.serve.rendering.work import RendererCall, RenderWork
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.rendering.render import Renderer, TokenIds
 
@@ -54,10 +67,6 @@ RENDERED_TOKENS_FACTOR = 8
 """Messages that have this many times more tokens than fit are refused without being rendered. The factor is above 1
 because templates write call arguments as JSON of their own, which can be several times shorter than the agent's (which
 may contain blanks and `\\u` escapes)."""
-MAX_REPLAYS = 3
-REPLAY_S = 120.0
-"""If a delivered answer is requested again within this time, it is assumed not to have reached the agent. After that,
-the agent is assumed to want a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,15 +211,18 @@ class Session:
             if node.status is not Status.ACCEPTED
         ]
 
-    def replay(self, match: Match, request: TurnRequest, now: float) -> SampledNode | None:
-        """Return a finished turn that answers this exact request and is not known to have reached the agent."""
+    def replay(
+        self, match: Match, request: TurnRequest, *, repeats: bool, delivering: Collection[str] = ()
+    ) -> SampledNode | None:
+        """Return a finished turn that answers this exact request and was lost: its last byte was not sent, and nobody
+        is sending it (`delivering` are the ids of turns that are being sent); or the request says itself that it
+        `repeats` an earlier one. Otherwise an equal request asks for another sample."""
         options = options_digest(request)
         for node in reversed(match.prompt.children if match.prompt else []):
-            if node.answer is None or node.options != options or node.replays >= MAX_REPLAYS:
+            if node.answer is None or node.options != options:
                 continue
-            if node.status is Status.FINISHED or (
-                node.status is Status.DELIVERED and now - node.delivered_at < REPLAY_S
-            ):
+            lost = node.status is Status.FINISHED and node.turn_id not in delivering
+            if lost or (repeats and node.status in (Status.FINISHED, Status.DELIVERED)):
                 return node
         return None
 
@@ -394,10 +406,12 @@ class Session:
                 if (node := self.trie.by_turn(turn_id)) is not None:
                     self.trie.accept(node)
                     self.drift[drift] += 1
-            case Delivered(turn_id=turn_id, at=at):
+            case Delivered(turn_id=turn_id):
                 if (node := self.trie.by_turn(turn_id)) is not None and node.status is not Status.ACCEPTED:
-                    node.replays += node.status is Status.DELIVERED
-                    node.status, node.delivered_at = Status.DELIVERED, at
+                    node.status = Status.DELIVERED
+            case Replayed(turn_id=turn_id):
+                if (node := self.trie.by_turn(turn_id)) is not None:
+                    node.replays += 1
             case Failed(failure=failure):
                 self.failures.append(failure)
             case Spent(budget=budget):

@@ -20,7 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,18 @@ import orjson
 
 from headrace.buffer.types import VersionSpan
 from headrace.sandboxes.private_folders import make_missing
-from headrace.serve.capture.events import Accepted, Delivered, Event, Exhausted, Failed, Origin, Recorded, Spent, Status
+from headrace.serve.capture.events import (
+    Accepted,
+    Delivered,
+    Event,
+    Exhausted,
+    Failed,
+    Origin,
+    Recorded,
+    Replayed,
+    Spent,
+    Status,
+)
 from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
@@ -74,8 +85,6 @@ class SessionLog:
 
     def append(self, session_id: SessionId, event: Event) -> None:
         """Write an event. If this raises LogBroken, nothing that depends on the event may be sent."""
-        if isinstance(event, Delivered):
-            event = replace(event, at=event.at + self._offset_s)
         self._write(session_id, _document(event), 0)
 
     def finish(self, session_id: SessionId) -> None:
@@ -105,7 +114,7 @@ class SessionLog:
         for path in sorted(self._folder.glob(f"*{_OPEN}")):
             try:
                 with path.open("rb") as file:
-                    yield self._opened(file.readline())[0]
+                    yield self._opened(file.readline())
             except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning("skipping invalid session log %s: %s", path.name, error)
 
@@ -123,12 +132,11 @@ class SessionLog:
     def _load(self, path: Path) -> Session:
         try:
             lines = path.read_bytes().split(b"\n")
-            opened, offset_s = self._opened(lines[0] + b"\n" * (len(lines) > 1))
+            opened = self._opened(lines[0] + b"\n" * (len(lines) > 1))
             session = Session(opened.spec, opened.opened_at)
             # The text after the last line end is empty, or a torn line.
             for line in lines[1:-1]:
-                event = _event(orjson.loads(line))
-                session.apply(replace(event, at=event.at - offset_s) if isinstance(event, Delivered) else event)
+                session.apply(_event(orjson.loads(line)))
             if lines[-1]:
                 # The next line must not continue the torn one.
                 os.truncate(path, len(b"\n".join(lines[:-1])) + 1)
@@ -136,20 +144,19 @@ class SessionLog:
             raise LogBroken(f"session log {path.name} cannot be read: {type(error).__name__}: {error}") from error
         return session
 
-    def _opened(self, line: bytes) -> tuple[Opened, float]:
-        """Return the first line of a log, and the difference between the times in the log and the monotonic clock."""
+    def _opened(self, line: bytes) -> Opened:
+        """Return the first line of a log, with times of the monotonic clock."""
         if not line.endswith(b"\n"):
             raise ValueError("its first line is torn")
         document = orjson.loads(line)
         if not isinstance(document, dict) or document.get("schema") not in (1, SCHEMA):
             raise ValueError(f"its first line does not open a session of schema {SCHEMA}")
-        spec, opened_at, offset_s = document["spec"], document["opened_at"], 0.0
+        spec, opened_at = document["spec"], document["opened_at"]
         spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
         if document["schema"] == SCHEMA:
-            offset_s = self._offset_s
             # The wall clock of the host that opened it may be ahead of this one.
-            opened_at = min(opened_at - offset_s, self._clock())
-        return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=opened_at), offset_s
+            opened_at = min(opened_at - self._offset_s, self._clock())
+        return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=opened_at)
 
     def _path(self, session_id: SessionId, suffix: str = _OPEN) -> Path:
         return self._folder / f"{hashlib.sha256(session_id.encode()).hexdigest()[:32]}{suffix}"
@@ -196,8 +203,10 @@ def _document(event: Event) -> dict[str, Any]:
             return {"recorded": recorded}
         case Accepted(turn_id=turn_id, drift=drift):
             return {"accepted": turn_id, "drift": drift.value}
-        case Delivered(turn_id=turn_id, at=at):
-            return {"delivered": turn_id, "at": at}
+        case Delivered(turn_id=turn_id):
+            return {"delivered": turn_id}
+        case Replayed(turn_id=turn_id):
+            return {"replayed": turn_id}
         case Failed(failure=failure):
             return {"failed": failure}
         case Spent(budget=budget):
@@ -227,8 +236,10 @@ def _event(document: dict[str, Any]) -> Event:
             )
         case {"accepted": str() as turn_id, "drift": str() as drift}:
             return Accepted(turn_id=turn_id, drift=Drift(drift))
-        case {"delivered": str() as turn_id, "at": float() | int() as at}:
-            return Delivered(turn_id=turn_id, at=at)
+        case {"delivered": str() as turn_id}:
+            return Delivered(turn_id=turn_id)
+        case {"replayed": str() as turn_id}:
+            return Replayed(turn_id=turn_id)
         case {"failed": str() as failure}:
             return Failed(failure=failure)
         case {"spent": str() as budget}:

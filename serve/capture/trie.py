@@ -100,7 +100,6 @@ class SampledNode:
     said_characters: int
     dropped: int
     border: bool
-    delivered_at: float = 0.0
     replays: int = 0
     children: list[PromptNode] = field(default_factory=list)
 

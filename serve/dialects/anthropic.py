@@ -154,6 +154,7 @@ def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireReq
         max_tokens=fields.max_tokens(document, "max_tokens"),
         stop=fields.stop_strings(document, "stop_sequences"),
         model=model,
+        sampling=fields.sampling_digest(document),
         agent=fields.header(headers, AGENT_HEADER)[: fields.MAX_AGENT_CHARACTERS],
     )
     return WireRequest(turn=turn, stream=fields.boolean(document, "stream"), model=model or fields.DEFAULT_MODEL)

@@ -87,6 +87,7 @@ class ChatCompletions:
             separates_reasoning=_separates_reasoning(document),
             continues=continues,
             model=model,
+            sampling=fields.sampling_digest(document),
         )
         return WireRequest(
             turn=turn,

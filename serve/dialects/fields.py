@@ -55,6 +55,10 @@ _MEDIA = frozenset(
         "input_file",
     )
 )
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
 _TEXT = frozenset(("text", "input_text", "output_text", "summary_text", "reasoning_text"))
 
 
@@ -171,6 +175,14 @@ def stop_strings(document: JsonObject, name: str) -> tuple[str, ...]:
     if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
         raise BadRequest(f"{name}: a stop string must have 1 to {MAX_STOP_CHARACTERS} characters.", name)
     return tuple(strings)
+
+
+def sampling_digest(document: JsonObject) -> str:
+    """Return a digest of a request's sampling parameters; "" if it has none."""
+    given = {name: document[name] for name in _SAMPLING if document.get(name) is not None}
+    if not given:
+        return ""
+    return blake2b(json_text(given, "sampling parameters").encode(), digest_size=8).hexdigest()
 
 
 def calls_allowed(choice: object, none: object, auto: object) -> bool:

@@ -85,6 +85,7 @@ class Responses:
             calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
             max_tokens=fields.max_tokens(document, "max_output_tokens"),
             model=model,
+            sampling=fields.sampling_digest(document),
             agent=agent,
             purpose=purpose,
         )

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiohttp import web
 
+from headrace.serve.dialects import fields
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.dialects.parse_work import ParseWork, brackets_of
@@ -32,6 +34,7 @@ from headrace.serve.errors import (
 )
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.delivery import Delivery, json_response
+from headrace.serve.gateway.turns import Retry
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
+MAX_KEY_CHARACTERS = 256
 _DEFECT = "Internal error of the gateway; see its log."
 _ANTHROPIC, _CHAT, _RESPONSES = AnthropicMessages(), ChatCompletions(), Responses()
 
@@ -92,11 +96,18 @@ class AgentRoutes:
             if use is ModelUse.REFUSE:
                 raise BadRequest(f"The model {asked.turn.model!r} is not served here (gateway.model_policy).", "model")
 
+            sending: list[str] = []
+
             async def answer() -> TurnAnswer:
                 # Raises only WireError, since a stream that has begun cannot report anything else.
                 try:
-                    untrained = use is ModelUse.SERVE
-                    return await self._turns.answer(live, asked.turn, untrained=untrained, asked_s=asked_s)
+                    untrained, retry = use is ModelUse.SERVE, retry_of(request)
+                    found = await self._turns.answer(
+                        live, asked.turn, untrained=untrained, asked_s=asked_s, retry=retry
+                    )
+                    sending.append(found.turn_id)
+                    live.delivering[found.turn_id] += 1
+                    return found
                 except WireError:
                     raise
                 except Exception:
@@ -111,7 +122,11 @@ class AgentRoutes:
                 delivered=lambda answer: self._turns.delivered(live, answer),
                 failed=lambda failure: mark(live, failure),
             )
-            return await delivery.run(request, answer())
+            try:
+                return await delivery.run(request, answer())
+            finally:
+                live.delivering.subtract(sending)
+                live.delivering += Counter()
 
         return self._guarded(dialect, turn)
 
@@ -175,6 +190,13 @@ class AgentRoutes:
         # In the context of this request's task only.
         ROLLOUT_ATTEMPT.set(live.attempt)
         return live
+
+
+def retry_of(request: web.Request) -> Retry:
+    """Return what the headers say of earlier attempts at a request."""
+    count = request.headers.get("x-stainless-retry-count", "0")
+    key = fields.header(request.headers, "idempotency-key")[:MAX_KEY_CHARACTERS]
+    return Retry(retried=count.isdecimal() and int(count[:9]) > 0, key=key)
 
 
 def mark(live: LiveSession | None, failure: WireError) -> None:

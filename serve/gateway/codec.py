@@ -215,6 +215,7 @@ def _counts(report: SessionReport) -> dict[str, object]:
         "masked": report.masked,
         "drift": report.drift,
         "rerendered": report.rerendered,
+        "replays": report.replays,
         "lost_calls": report.lost_calls,
         "exhausted": report.exhausted.value,
         "failures": list(report.failures),
@@ -263,6 +264,7 @@ class ReportForm(BaseModel):
     masked: dict[str, int]
     drift: dict[str, int]
     rerendered: int
+    replays: int = 0
     lost_calls: int
     exhausted: Exhausted
     failures: list[str]
@@ -277,6 +279,7 @@ class ReportForm(BaseModel):
             trained_tokens=self.trained_tokens,
             masked=self.masked,
             rerendered=self.rerendered,
+            replays=self.replays,
             exhausted=self.exhausted,
             failures=tuple(self.failures),
             lineages=tuple(self.lineages),

@@ -3,8 +3,8 @@
 Invariants:
 - A finished turn is in the session's log before anybody receives its answer. It is recorded in full, or up to the point
   at which it was cut off.
-- Identical requests of one session are one turn: a request that is repeated while the turn is running waits for the
-  same answer, and one that is repeated because the answer was lost gets the same answer.
+- A request that is repeated because its answer was lost gets the same answer, or waits for it while the turn is
+  running; the signs are those of `Session.replay` and `Retry`. Any other equal request is a turn of its own.
 - A turn that nobody is waiting for any more is aborted on its engine. The number of turns that a session can run
   concurrently is bounded.
 - When a turn is interrupted (wall time, agent gone, session closed) after `held_after_s` without a sampled token, the
@@ -24,7 +24,8 @@ from headrace.buffer.breakdown import RENDER
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Spent
+from headrace.policies.tokens.pieces import BoundedCache
+from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Replayed, Spent
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.trie import Match, path
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_RUNNING_TURNS = 64
+MAX_KEYS = 1024
 MAX_FAILURES = 100
 """Failures recorded per session. A single failure decides the outcome; an agent that retries a dead engine forever must
 not fill the disk."""
@@ -72,6 +74,8 @@ class TurnKey(NamedTuple):
     parts: tuple[bytes, ...]
     options: str
     untrained: bool
+    number: int = 0
+    """Number of the sample, for equal requests that run at the same time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +92,10 @@ class LiveSession:
     closed: bool = False
     unlogged: list[Event] = field(default_factory=list)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    delivering: Counter[str] = field(default_factory=Counter)
+    """Ids of the turns whose answers are being sent."""
+    keys: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_KEYS))
+    """Idempotency keys of earlier requests."""
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +138,38 @@ class LiveSession:
             self.record(Spent(budget=budget))
 
 
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What a request says of earlier attempts at it: clients of Stainless count them in `x-stainless-retry-count`, and
+    others repeat an `Idempotency-Key`."""
+
+    retried: bool = False
+    key: str = ""
+
+    def repeats(self, keys: BoundedCache[str, bool]) -> bool:
+        """Return whether the request repeats an earlier one, and remember its key."""
+        known = bool(self.key) and keys.get(self.key) is not None
+        if self.key:
+            keys.put(self.key, value=True, size=1)
+        return self.retried or known
+
+
+FIRST = Retry()
+
+
+def flight_of(live: LiveSession, key: TurnKey, *, repeats: bool) -> TurnKey:
+    """Return the key of the run that answers a request. One that repeats another waits for the same run; any other has
+    its own, also beside an equal one: whoever asks twice wants two samples. After an equal one whose agent is gone it
+    is next."""
+    equal = [each for each in live.running if isinstance(each, TurnKey) and each._replace(number=0) == key]
+    if not equal:
+        return key
+    gone = next((each for each in equal if live.running.is_abandoned(each)), None)
+    if repeats or gone is not None:
+        return gone or equal[-1]
+    return key._replace(number=equal[-1].number + 1)
+
+
 class Turns:
     """Runs turns on an engine pool. `recorded` counts turns, and `sampled_tokens` all recorded tokens, since the start;
     `tokens_by_version` counts the tokens of the latest `MAX_VERSIONS` versions, and `lost_calls` pieces of call markup
@@ -166,7 +206,13 @@ class Turns:
         return self._clock()
 
     async def answer(
-        self, live: LiveSession, request: TurnRequest, *, untrained: bool, asked_s: float | None = None
+        self,
+        live: LiveSession,
+        request: TurnRequest,
+        *,
+        untrained: bool,
+        asked_s: float | None = None,
+        retry: Retry = FIRST,
     ) -> TurnAnswer:
         """Return the answer for the agent, whose request began to arrive at `asked_s` (by default: now).
 
@@ -185,16 +231,13 @@ class Turns:
             live.record(event)
         asked_s, parent = self._clock() if asked_s is None else asked_s, match.parent.turn_id if match.parent else ""
         live.usage.asked(parent, asked_s)
-        key = TurnKey(
-            parent=parent,
-            parts=match.parts,
-            options=options_digest(request),
-            untrained=untrained,
-        )
+        repeats = retry.repeats(live.keys)
+        key = flight_of(live, TurnKey(parent, match.parts, options_digest(request), untrained), repeats=repeats)
         if key not in live.running:
             # Answers that need no engine: one that was lost on its way to the agent, or the final one.
-            node = live.core.replay(match, request, self._clock())
+            node = live.core.replay(match, request, repeats=repeats, delivering=live.delivering)
             if node is not None and node.answer is not None:
+                live.record(Replayed(turn_id=node.turn_id))
                 return node.answer
             if (budget := live.core.spent(self._clock(), running=len(live.running))) is not Exhausted.NONE:
                 live.exhaust(budget)
@@ -234,7 +277,7 @@ class Turns:
         # The final answer belongs to no turn: an agent may request it for ever.
         if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
             now = self._clock()
-            live.record_anyway(Delivered(turn_id=answer.turn_id, at=now))
+            live.record_anyway(Delivered(turn_id=answer.turn_id))
             live.usage.delivered(answer.turn_id, (call.name for call in answer.calls), now)
 
     async def _run(self, live: LiveSession, match: Match, request: TurnRequest, asked_s: float) -> TurnAnswer:

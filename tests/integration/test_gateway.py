@@ -19,7 +19,7 @@ test_gateway_standalone.py, K: tests/faults/test_gateway_kill.py, P: tests/prope
 13 two subagents and their parent               H subagents_have_their_own_lineages
 14 compaction                                   H a_compaction_*
 15 dropped turns                                H a_turn_that_the_agent_dropped_*
-16 retries are one turn                         D the_same_request_in_flight_*, an_answer_*_replayed, a_sent_answer_*
+16 retries are one turn                         D retries_in_flight_*, an_answer_is_replayed_*, a_sent_answer_*
 17 finished, delivered, accepted, abandoned     H the_tree_reports_the_status_of_every_turn
 18 buffered, with pings                         D a_waiting_stream_gets_pings_and_no_content
 19 no clean end without the terminator          D a_failure_*, an_internal_error_*

@@ -6,11 +6,12 @@ import asyncio
 import json
 import socket
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.serve.capture.session import MAX_REPLAYS, Budgets
+from headrace.serve.capture.session import Budgets
 from support.chat_templates import DEEPSEEK3_LEAKY, LONG
 from support.gateway_rig import (
     ANTHROPIC,
@@ -27,6 +28,7 @@ from support.gateway_rig import (
     deaf,
     request_bytes,
     soon,
+    until,
     world,
 )
 from support.scripted_engine import Fault, check_exact
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENT = {"ping_s": 60.0}
+RETRIED = {"x-stainless-retry-count": "1"}
 """No ping comes: what happens, happens for another reason."""
 HASTY = {"ping_s": 0.05}
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -237,15 +240,33 @@ async def test_partial_tokens_are_recorded_when_the_session_finishes_as_its_agen
 # One turn, however often it is asked.
 
 
-async def test_identical_requests_in_flight_share_one_turn_whatever_their_stream_flag(model_dir: Path) -> None:
-    async with world(model_dir, Lines("once"), **PATIENT) as w:
+async def test_equal_requests_in_flight_are_samples_of_their_own(model_dir: Path) -> None:
+    async with world(model_dir, Lines("one", "two", "three"), **PATIENT) as w:
         [engine] = w.engines
         engine.may_answer.clear()
         client = await w.client(ANTHROPIC)
         body = client.body(messages=client.wire.user("go"))
         async with asyncio.TaskGroup() as group:
             asking = [group.create_task(client.send(body | {"stream": stream})) for stream in (True, False, True)]
+            await until(lambda: engine.running == 3)
+            engine.may_answer.set()
+        assert {one.result().text for one in asking} == {"one", "two", "three"}
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.replays) == (3, 0)
+
+
+async def test_retries_in_flight_share_one_turn_whatever_their_stream_flag(model_dir: Path) -> None:
+    async with world(model_dir, Lines("once"), **PATIENT) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(ANTHROPIC)
+        again = replace(client, headers=RETRIED)
+        body = client.body(messages=client.wire.user("go"))
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(client.send(body | {"stream": True}))]
             await soon(engine.asked)
+            asking += [group.create_task(again.send(body | {"stream": stream})) for stream in (False, True)]
             await all_here(w, asking)
             engine.may_answer.set()
         replies = [one.result() for one in asking]
@@ -273,7 +294,7 @@ async def test_a_turn_continues_for_a_second_client_when_the_first_disconnects(m
         async with asyncio.TaskGroup() as group:
             async with asked(w, client, "go"):
                 await soon(engine.asked)
-                second = group.create_task(client.say("go"))
+                second = group.create_task(replace(client, headers=RETRIED).say("go"))
                 await all_here(w, [second])
             await all_here(w, [second])
             assert not any(event.is_set() for event in engine.aborted.values())
@@ -308,28 +329,43 @@ async def test_an_answer_is_replayed_if_its_last_byte_was_not_sent(fat_dir: Path
     async with world(fat_dir, Lines(LONG * 24_000, "sampled again"), **PATIENT) as w:
         [engine] = w.engines
         client = await w.client(CHAT, stream=stream, system="", spec={"budgets": budgets})
-        for _ in range(MAX_REPLAYS + 1):
+        for _ in range(4):
             async with deaf(client, client.body(messages=client.wire.user("go"))):
                 pass
         assert (await client.say("go")).text == LONG * 24_000
         assert len(engine.requests) == 1, "nothing says that it arrived: it is replayed however often it is lost"
         report = await w.finish()
         check_exact(report, w.engines)
-        assert (report.turns, report.masked) == (1, {})
+        assert (report.turns, report.masked, report.replays) == (1, {}, 4)
 
 
 @EITHER
-async def test_a_sent_answer_is_replayed_a_few_times_and_then_resampled(model_dir: Path, stream: bool) -> None:
-    """An agent that repeats the same request for ever wants a new answer."""
-    async with world(model_dir, Lines("first", "second"), **PATIENT) as w:
+async def test_an_equal_request_after_a_sent_answer_is_another_sample(model_dir: Path, stream: bool) -> None:
+    async with world(model_dir, Lines("first", "second", "third"), **PATIENT) as w:
         client = await w.client(stream=stream)
         body = client.body(messages=client.wire.user("go"))
-        replies = [await client.send(body) for _ in range(MAX_REPLAYS + 2)]
-        assert [reply.text for reply in replies] == ["first"] * (MAX_REPLAYS + 1) + ["second"]
-        assert len({json.dumps(reply.kept) for reply in replies[:-1]}) == 1
+        assert [(await client.send(body)).text for _ in range(3)] == ["first", "second", "third"]
         report = await w.finish()
         check_exact(report, w.engines)
-        assert (report.turns, set(report.masked)) == (2, {"abandoned"})
+        assert (report.turns, set(report.masked), report.replays) == (3, {"abandoned"}, 0)
+
+
+@pytest.mark.parametrize("headers", [RETRIED, {"Idempotency-Key": "stainless-python-retry-7"}], ids=["count", "key"])
+async def test_a_sent_answer_is_replayed_to_a_request_that_says_that_it_repeats(
+    model_dir: Path, headers: dict[str, str]
+) -> None:
+    async with world(model_dir, Lines("first", "second"), **PATIENT) as w:
+        first = await w.client(headers={**headers, "x-stainless-retry-count": "0"})
+        body = first.body(messages=first.wire.user("go"))
+        again = replace(first, headers=headers)
+        replies = [await client.send(body) for client in (first, again, again)]
+        assert [reply.text for reply in replies] == ["first"] * 3
+        assert len({json.dumps(reply.kept) for reply in replies}) == 1
+        changed = await again.send(body | {"temperature": 0.5})
+        assert changed.text == "second", "who changes how it is sampled wants another answer"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.replays) == (2, 2)
 
 
 async def test_a_replayed_answer_has_the_same_tokens_after_a_full_render(tmp_path: Path) -> None:
@@ -342,7 +378,7 @@ async def test_a_replayed_answer_has_the_same_tokens_after_a_full_render(tmp_pat
         await client.say("second")
         assert len(engine.requests) == 2
         lost = client.body(messages=client.body()["messages"][:-1])
-        assert (await client.send(lost)).text == "two"
+        assert (await replace(client, headers=RETRIED).send(lost)).text == "two"
         assert len(engine.requests) == 2
         report = await w.finish()
         check_exact(report, w.engines)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.events import Delivered
+from headrace.serve.capture.events import Delivered, Replayed
 from headrace.serve.capture.rows import Masked, SessionReport, report_of
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
@@ -200,12 +200,15 @@ def test_a_repeated_request_gets_the_same_tokens_as_long_as_its_answer_may_have_
     for number in range(data.draw(st.integers(1, 4))):
         request = asks(*history, tools=TOOLS)
         text, finish = data.draw(SAMPLED)
-        answer = played.turn(request, f"{number} {text}", finish=finish, deliver=data.draw(st.booleans()))
+        is_sent = data.draw(st.booleans())
+        answer = played.turn(request, f"{number} {text}", finish=finish, deliver=is_sent)
         for _ in range(data.draw(st.integers(0, 3))):
-            found = played.core.replay(played.core.match(request), request, now=1.0)
+            found = played.core.replay(played.core.match(request), request, repeats=is_sent)
             assert found is not None
             assert found.answer == answer
-            played.record(Delivered(turn_id=answer.turn_id, at=0.5))
+            played.record(Replayed(turn_id=answer.turn_id))
+            played.record(Delivered(turn_id=answer.turn_id))
+            is_sent = True
         history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
     report = check(played)
     assert len(report.lineages) <= 1

@@ -172,7 +172,7 @@ class Interleaved(RuleBasedStateMachine):
         played.record(event)
         if not data.draw(st.integers(0, 5)):
             return None
-        played.record(Delivered(turn_id=turn_id, at=0.0))
+        played.record(Delivered(turn_id=turn_id))
         messages = (*turn.request.messages, rewritten(data.draw, event.answer))
         calls = [block.id for block in event.answer.blocks if isinstance(block, ToolCall)]
         given = [(call_id, "out") for call_id in calls if data.draw(st.booleans())]

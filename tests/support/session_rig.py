@@ -184,7 +184,7 @@ class Rig:
         event = self.core.recorded(self.core.next_turn_id(), plan, completion, self.renderer, self.parser)
         self.record(event)
         if deliver:
-            self.record(Delivered(turn_id=event.answer.turn_id, at=0.0))
+            self.record(Delivered(turn_id=event.answer.turn_id))
         return event.answer
 
     def cut(self, request: TurnRequest, ids: Sequence[int], *, by_clock: bool = False) -> None:

@@ -164,7 +164,7 @@ def test_a_repeated_continuation_gets_the_same_answer(text: str) -> None:
         played.turn(continues(user("a"), text=SEARCH + FOUND), [*SEARCH.encode()])
     request = continues(user("a"), text=text)
     answer = played.turn(request, "so")
-    found = played.core.replay(played.core.match(request), request, now=1.0)
+    found = played.core.replay(played.core.match(request), request, repeats=True)
     assert found is not None
     assert found.answer == answer
 
@@ -176,7 +176,7 @@ def test_a_repeated_opening_gets_the_same_answer(text: str) -> None:
     answer = played.turn(request, "THINK hm")
     for event in played.core.accepted(played.core.match(request)):
         played.record(event)
-    found = played.core.replay(played.core.match(request), request, now=1.0)
+    found = played.core.replay(played.core.match(request), request, repeats=True)
     assert found is not None
     assert found.answer == answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ import pytest
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.events import Delivered, Exhausted, Status
+from headrace.serve.capture.events import Exhausted, Replayed, Status
 from headrace.serve.capture.rows import Masked, SessionReport, report_of, tree_of
-from headrace.serve.capture.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import (
     Message,
     Purpose,
@@ -518,30 +519,48 @@ def test_an_undelivered_answer_is_replayed_or_else_abandoned() -> None:
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x", deliver=False)
-    found = played.core.replay(played.core.match(request), request, now=1e6)
+    found = played.core.replay(played.core.match(request), request, repeats=False)
     assert found is not None
     assert found.answer == answer
     assert check(report_of(played.core)).masked == {"abandoned": 2}
 
 
-def test_a_delivered_answer_is_replayed_a_few_times_within_a_time_limit() -> None:
+def test_a_delivered_answer_is_replayed_to_a_request_that_says_so() -> None:
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x")
-    assert played.core.replay(played.core.match(request), request, now=REPLAY_S + 1) is None, (
-        "too late: it wants another one"
-    )
-    for _ in range(MAX_REPLAYS):
-        assert played.core.replay(played.core.match(request), request, now=1.0) is not None
-        played.record(Delivered(turn_id=answer.turn_id, at=0.0))
-    assert played.core.replay(played.core.match(request), request, now=1.0) is None
+    match = played.core.match(request)
+    assert played.core.replay(match, request, repeats=False) is None, "who asks again wants another sample"
+    for number in (1, 2):
+        found = played.core.replay(match, request, repeats=True)
+        assert found is not None
+        assert found.answer == answer
+        played.record(Replayed(turn_id=answer.turn_id))
+        assert report_of(played.core).replays == number
+
+
+def test_an_answer_that_is_being_sent_is_not_replayed_to_another_request() -> None:
+    played = rig()
+    request = asks(user("a"))
+    answer = played.turn(request, "x", deliver=False)
+    match = played.core.match(request)
+    assert played.core.replay(match, request, repeats=False, delivering={answer.turn_id}) is None
+    assert played.core.replay(match, request, repeats=True, delivering={answer.turn_id}) is not None
+
+
+def test_a_request_with_other_sampling_parameters_gets_a_new_answer() -> None:
+    played = rig()
+    request = asks(user("a"))
+    played.turn(request, "x", deliver=False)
+    other = replace(request, sampling="other")
+    assert played.core.replay(played.core.match(other), other, repeats=True) is None
 
 
 def test_a_repeated_request_with_more_max_tokens_gets_a_new_answer() -> None:
     played = rig()
     played.turn(asks(user("a"), max_tokens=2), "xy", finish=FinishReason.LENGTH)
     more = asks(user("a"), max_tokens=50)
-    assert played.core.replay(played.core.match(more), more, now=0.0) is None
+    assert played.core.replay(played.core.match(more), more, repeats=True) is None
     played.turn(more, "xyz")
     assert check(report_of(played.core)).masked == {"abandoned": 2}
 
@@ -550,7 +569,7 @@ def test_an_accepted_answer_is_never_replayed() -> None:
     played = rig()
     answer = played.turn(asks(user("a")), "x")
     played.turn(asks(user("a"), echo(answer), user("b")), "y")
-    assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), now=0.0) is None
+    assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), repeats=True) is None
 
 
 def test_the_continued_one_of_two_answers_to_one_request_is_trained() -> None:

@@ -284,7 +284,7 @@ def test_a_delivered_turn_that_was_rewritten_counts_as_accepted() -> None:
     request = asks(user("go"), cut_short(answer), user("on"))
     played.turn(request, "x")
     assert [node.status for node in played.core.trie.sampled] == [Status.ACCEPTED, Status.DELIVERED]
-    assert played.core.replay(played.core.match(asks(user("go"))), asks(user("go")), now=0.0) is None
+    assert played.core.replay(played.core.match(asks(user("go"))), asks(user("go")), repeats=True) is None
 
 
 # What a turn costs.
