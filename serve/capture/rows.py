@@ -191,7 +191,11 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
     prompt = node.parent
     if node.status is Status.ACCEPTED or node.children or not _is_echoed(prompt):
         return False
-    if any(sibling.number > node.number and not sibling.status.is_partial for sibling in prompt.children):
+    siblings = [sibling for sibling in prompt.children if sibling is not node]
+    if any(sibling.number > node.number and not sibling.status.is_partial for sibling in siblings):
+        return True
+    if any(child.number > node.number for sibling in siblings for child in sibling.children):
+        # Of several samples, the agent went on with another one.
         return True
     # A later root is the same conversation without its first answer if it only appends messages.
     others = prompt.parent.children if prompt.parent is not None else trie.roots

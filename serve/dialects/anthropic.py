@@ -37,7 +37,7 @@ from headrace.serve.dialects.dialect import WireRequest
 from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from headrace.serve.dialects.fields import JsonObject
 
@@ -74,7 +74,9 @@ class AnthropicMessages:
         """Return the response to `count_tokens`."""
         return {"input_tokens": prompt_tokens}
 
-    def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
+    def answer(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> dict[str, object]:
         content: list[dict[str, object]] = []
         for block in turn.blocks:
             if isinstance(block, Reasoning):
@@ -91,7 +93,9 @@ class AnthropicMessages:
             "usage": _usage(turn.prompt_tokens, turn.completion_tokens),
         }
 
-    def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
+    def stream(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> bytes:
         parts = [openai.event({"type": "message_start", "message": _message(request, turn)})]
         for index, block in enumerate(turn.blocks):
             start: dict[str, object] = {"type": "text", "text": ""}

@@ -42,6 +42,8 @@ COMPLETION_PREFIX: Final = "chatcmpl-"
 KIND: Final = "headrace_kind"
 """Field of a text part that says what its text is."""
 WARNING: Final = "warning"
+MAX_SAMPLES: Final = 16
+"""Largest number of answers to one request; each is a turn of the session."""
 
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
 _FINISH_REASONS = {
@@ -71,8 +73,6 @@ class ChatCompletions:
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
         document = fields.read_request(body, "messages")
-        if document.get("n") not in (None, 1):
-            raise BadRequest("n must be 1: one answer per request.", "n")
         model, options = fields.string(document, "model"), document.get("stream_options")
         continues = fields.boolean(document, "continue_final_message")
         if options is not None:
@@ -94,6 +94,7 @@ class ChatCompletions:
             stream=fields.boolean(document, "stream"),
             model=model or fields.DEFAULT_MODEL,
             include_usage=options is True,
+            samples=_samples(document),
         )
 
     def parse_tokenize(self, body: bytes, headers: Mapping[str, str]) -> TokenizeRequest:
@@ -114,35 +115,23 @@ class ChatCompletions:
         """Return the response to `POST /tokenize`; `max_tokens` is the session's context length."""
         return {"count": len(ids), "max_model_len": max_tokens, "tokens": list(ids)}
 
-    def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
-        message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
-        if calls := [_call(call) for call in turn.calls]:
-            message["tool_calls"] = calls
-        if reasoning := [block.text for block in turn.blocks if isinstance(block, Reasoning)]:
-            message["reasoning_content"] = "\n".join(reasoning)
-        choice = {"index": 0, "message": message, "logprobs": None} | _end(turn)
-        head = _head(request, turn, "chat.completion", created_s)
-        return head | {"choices": [choice], "usage": _usage(turn)}
+    def answer(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> dict[str, object]:
+        turns = (turn, *others)
+        choices = [_choice(each, index) for index, each in enumerate(turns)]
+        return _head(request, turn, "chat.completion", created_s) | {"choices": choices, "usage": _usage(turns)}
 
-    def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
+    def stream(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> bytes:
         head = _head(request, turn, "chat.completion.chunk", created_s)
         if request.include_usage:
             head["usage"] = None
-        parts = [_chunk(head, {"role": "assistant", "content": None if _content(turn) is None else ""})]
-        calls, separator = 0, ""
-        for block in turn.blocks:
-            if isinstance(block, Reasoning):
-                # Clients join the deltas, which must give the same text as the answer that is not streamed.
-                parts.append(_chunk(head, {"reasoning_content": separator + block.text}))
-                separator = "\n"
-            elif isinstance(block, ToolCall):
-                parts.append(_chunk(head, {"tool_calls": [{"index": calls} | _call(block)]}))
-                calls += 1
-            else:
-                parts.append(_chunk(head, {"content": block.text}))
-        parts.append(_chunk(head, {}, turn))
+        turns = (turn, *others)
+        parts = [part for index, each in enumerate(turns) for part in _chunks(head, each, index)]
         if request.include_usage:
-            parts.append(openai.data(head | {"choices": [], "usage": _usage(turn)}))
+            parts.append(openai.data(head | {"choices": [], "usage": _usage(turns)}))
         return b"".join([*parts, openai.DONE])
 
     def status(self, failure: WireError) -> int:
@@ -273,13 +262,50 @@ def _head(request: WireRequest, turn: TurnAnswer, kind: str, created_s: int) -> 
     return {"id": f"{COMPLETION_PREFIX}{turn.turn_id}", "object": kind, "created": created_s, "model": request.model}
 
 
-def _usage(turn: TurnAnswer) -> dict[str, object]:
+def _usage(turns: Sequence[TurnAnswer]) -> dict[str, object]:
+    """Return the usage of all samples of a request, whose prompt counts once, as in OpenAI's API."""
+    prompt, completion = turns[0].prompt_tokens, sum(turn.completion_tokens for turn in turns)
     return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens},
     }
+
+
+def _choice(turn: TurnAnswer, index: int) -> dict[str, object]:
+    message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
+    if calls := [_call(call) for call in turn.calls]:
+        message["tool_calls"] = calls
+    if reasoning := [block.text for block in turn.blocks if isinstance(block, Reasoning)]:
+        message["reasoning_content"] = "\n".join(reasoning)
+    return {"index": index, "message": message, "logprobs": None} | _end(turn)
+
+
+def _chunks(head: Mapping[str, object], turn: TurnAnswer, index: int) -> Iterator[bytes]:
+    """Yield the events of one choice."""
+    yield _chunk(head, {"role": "assistant", "content": None if _content(turn) is None else ""}, index)
+    calls, separator = 0, ""
+    for block in turn.blocks:
+        if isinstance(block, Reasoning):
+            # Clients join the deltas, which must give the same text as the answer that is not streamed.
+            yield _chunk(head, {"reasoning_content": separator + block.text}, index)
+            separator = "\n"
+        elif isinstance(block, ToolCall):
+            yield _chunk(head, {"tool_calls": [{"index": calls} | _call(block)]}, index)
+            calls += 1
+        else:
+            yield _chunk(head, {"content": block.text}, index)
+    yield _chunk(head, {}, index, turn)
+
+
+def _samples(document: JsonObject) -> int:
+    number = document.get("n")
+    if number is None:
+        return 1
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_SAMPLES:
+        raise BadRequest(f"n must be a whole number from 1 to {MAX_SAMPLES}.", "n")
+    return number
 
 
 def _call(call: ToolCall) -> dict[str, object]:
@@ -297,7 +323,9 @@ def _end(turn: TurnAnswer) -> dict[str, object]:
     return {"finish_reason": _FINISH_REASONS[turn.end], "stop_reason": turn.stop_string or None}
 
 
-def _chunk(head: dict[str, object], delta: Mapping[str, object], ended: TurnAnswer | None = None) -> bytes:
+def _chunk(
+    head: Mapping[str, object], delta: Mapping[str, object], index: int, ended: TurnAnswer | None = None
+) -> bytes:
     end = {"finish_reason": None} if ended is None else _end(ended)
-    choice = {"index": 0, "delta": delta, "logprobs": None} | end
-    return openai.data(head | {"choices": [choice]})
+    choice = {"index": index, "delta": delta, "logprobs": None} | end
+    return openai.data({**head, "choices": [choice]})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.errors import WireError
@@ -33,13 +33,14 @@ class CallShape:
 class WireRequest:
     """Parsed request body. `model` is the name that the response repeats; `include_usage` requests a usage chunk at the
     end of the stream, in APIs where that is optional; `call_shapes` maps the names of the tools in `turn.tools` that
-    are not plain functions to their shapes."""
+    are not plain functions to their shapes; `samples` is the number of answers, in APIs that can ask for several."""
 
     turn: TurnRequest
     stream: bool
     model: str
     include_usage: bool = True
     call_shapes: Mapping[str, CallShape] = field(default_factory=dict)
+    samples: int = 1
 
 
 class Dialect(Protocol):
@@ -55,12 +56,16 @@ class Dialect(Protocol):
         """Parse a request. Raises BadRequest, whose `field` is the JSON path of the invalid part."""
         ...
 
-    def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
-        """Return the body of a response that is not streamed."""
+    def answer(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> dict[str, object]:
+        """Return the body of a response that is not streamed; `others` are further samples of the same request."""
         ...
 
-    def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
-        """Return the whole turn as server-sent events, terminator included."""
+    def stream(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> bytes:
+        """Return the same as server-sent events, terminator included."""
         ...
 
     def status(self, failure: WireError) -> int:

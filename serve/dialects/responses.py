@@ -37,7 +37,7 @@ from headrace.serve.dialects.dialect import CallShape, WireRequest
 from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from headrace.serve.dialects.fields import JsonObject
 
@@ -92,11 +92,15 @@ class Responses:
         stream = fields.boolean(document, "stream")
         return WireRequest(turn=turn, stream=stream, model=model or fields.DEFAULT_MODEL, call_shapes=shapes)
 
-    def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
+    def answer(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> dict[str, object]:
         items = [_item(request, turn, index) for index in range(len(turn.blocks))]
         return _finished(request, turn, created_s, items)
 
-    def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
+    def stream(
+        self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
+    ) -> bytes:
         writer = _EventWriter()
         opened = _response(request, f"resp_{turn.turn_id}", created_s)
         writer.write("response.created", response=opened)

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ from headrace.serve.errors import (
 )
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.delivery import Delivery, json_response
-from headrace.serve.gateway.turns import Retry
+from headrace.serve.gateway.turns import FIRST, Retry
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 
 if TYPE_CHECKING:
@@ -98,10 +99,11 @@ class AgentRoutes:
 
             sending: list[str] = []
 
-            async def answer() -> TurnAnswer:
+            async def sample() -> TurnAnswer:
                 # Raises only WireError, since a stream that has begun cannot report anything else.
                 try:
-                    untrained, retry = use is ModelUse.SERVE, retry_of(request)
+                    # Of several samples it is unknown which one each retry has lost.
+                    untrained, retry = use is ModelUse.SERVE, retry_of(request) if asked.samples == 1 else FIRST
                     found = await self._turns.answer(
                         live, asked.turn, untrained=untrained, asked_s=asked_s, retry=retry
                     )
@@ -114,6 +116,16 @@ class AgentRoutes:
                     logger.exception("a turn failed")
                     raise GatewayBroken(_DEFECT) from None
 
+            async def answers() -> Sequence[TurnAnswer]:
+                if asked.samples == 1:
+                    return [await sample()]
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(sample()) for _ in range(asked.samples)]
+                except* WireError as failures:
+                    raise failures.exceptions[0] from None
+                return [task.result() for task in tasks]
+
             delivery = Delivery(
                 dialect=dialect,
                 asked=asked,
@@ -123,7 +135,7 @@ class AgentRoutes:
                 failed=lambda failure: mark(live, failure),
             )
             try:
-                return await delivery.run(request, answer())
+                return await delivery.run(request, answers())
             finally:
                 live.delivering.subtract(sending)
                 live.delivering += Counter()

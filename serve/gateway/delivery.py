@@ -22,7 +22,7 @@ from aiohttp import web
 from headrace.serve.errors import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.dialect import Dialect, WireRequest
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Delivery of the answer to one request. `delivered` is called with the answer once its last byte has been sent;
+    """Delivery of the answers to one request. `delivered` is called with each once the last byte has been sent;
     `failed` is called with a failure before the failure's first byte is sent."""
 
     dialect: Dialect
@@ -40,14 +40,14 @@ class Delivery:
     delivered: Callable[[TurnAnswer], None]
     failed: Callable[[WireError], None]
 
-    async def run(self, request: web.Request, work: Awaitable[TurnAnswer]) -> web.StreamResponse:
-        """Send the answer that `work` returns. Re-raise an error of `work` if nothing has been sent yet."""
+    async def run(self, request: web.Request, work: Awaitable[Sequence[TurnAnswer]]) -> web.StreamResponse:
+        """Send the answers that `work` returns. Re-raise an error of `work` if nothing has been sent yet."""
         if not self.asked.stream:
-            answer = await work
-            whole = json_response(self.dialect.answer(self.asked, answer, created_s=self.created_s))
+            first, *others = answers = await work
+            whole = json_response(self.dialect.answer(self.asked, first, created_s=self.created_s, others=others))
             await whole.prepare(request)
             await whole.write_eof()
-            self.delivered(answer)
+            self._sent(answers)
             return whole
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         try:
@@ -56,7 +56,7 @@ class Delivery:
                     if not response.prepared:
                         await response.prepare(request)
                     await response.write(self.dialect.ping)
-                answer = await task
+                first, *others = answers = await task
         except WireError as failure:
             if not response.prepared and not self.dialect.refuses_in_stream(failure):
                 raise
@@ -67,7 +67,7 @@ class Delivery:
             # The stream ends in order: agents take a cut after the error event for another fault, and retry.
             await response.write_eof()
             return response
-        stream = self.dialect.stream(self.asked, answer, created_s=self.created_s)
+        stream = self.dialect.stream(self.asked, first, created_s=self.created_s, others=others)
         if response.prepared:
             await response.write(stream)
         else:
@@ -75,8 +75,12 @@ class Delivery:
             response = web.Response(body=stream, headers=_STREAM_HEADERS)
             await response.prepare(request)
         await response.write_eof()
-        self.delivered(answer)
+        self._sent(answers)
         return response
+
+    def _sent(self, answers: Sequence[TurnAnswer]) -> None:
+        for answer in answers:
+            self.delivered(answer)
 
 
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -85,10 +89,10 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cac
 class _own_task:
     """Context manager that runs `work` as a task that does not outlive the block."""
 
-    def __init__(self, work: Awaitable[TurnAnswer]) -> None:
+    def __init__(self, work: Awaitable[Sequence[TurnAnswer]]) -> None:
         self._task = asyncio.ensure_future(work)
 
-    async def __aenter__(self) -> asyncio.Future[TurnAnswer]:
+    async def __aenter__(self) -> asyncio.Future[Sequence[TurnAnswer]]:
         return self._task
 
     async def __aexit__(self, *exc: object) -> None:

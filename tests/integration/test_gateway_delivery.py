@@ -256,6 +256,47 @@ async def test_equal_requests_in_flight_are_samples_of_their_own(model_dir: Path
         assert (report.turns, report.replays) == (3, 0)
 
 
+@EITHER
+async def test_n_answers_are_n_samples_of_which_the_continued_one_is_trained(model_dir: Path, stream: bool) -> None:
+    async with world(model_dir, Lines("one", "two", "three", "and on"), **PATIENT) as w:
+        [engine] = w.engines
+        client = await w.client(CHAT)
+        body = client.body(messages=client.wire.user("go")) | {
+            "n": 3,
+            "stream": stream,
+            "stream_options": {"include_usage": True} if stream else None,
+        }
+        async with w.http.post(client.base_url + client.wire.path, json=body) as response:
+            raw = await response.read()
+        assert response.status == 200, raw
+        texts, usage = texts_by_choice(raw, stream=stream)
+        assert sorted(texts.values()) == ["one", "three", "two"]
+        assert usage["completion_tokens"] == sum(len(one.output_ids) for one in engine.sampled)
+        assert usage["prompt_tokens"] == len(engine.requests[0]["input_ids"])
+        history = [*client.wire.user("go"), {"role": "assistant", "content": texts[1]}, *client.wire.user("more")]
+        assert (await client.send(client.body(messages=history))).text == "and on"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        others = sum(len(one.output_ids) for one in engine.sampled if one.text in (texts[0], texts[2]))
+        assert (report.turns, report.masked, report.replays) == (4, {"abandoned": others}, 0)
+
+
+def texts_by_choice(raw: bytes, *, stream: bool) -> tuple[dict[int, str], dict[str, int]]:
+    """The text of each choice by its index, and the usage."""
+    if not stream:
+        document = json.loads(raw)
+        return {each["index"]: each["message"]["content"] for each in document["choices"]}, document["usage"]
+    texts: dict[int, str] = {}
+    usage: dict[str, int] = {}
+    for line in raw.splitlines():
+        if line.startswith(b"data: {"):
+            document = json.loads(line[6:])
+            usage = document["usage"] or usage
+            for choice in document["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return texts, usage
+
+
 async def test_retries_in_flight_share_one_turn_whatever_their_stream_flag(model_dir: Path) -> None:
     async with world(model_dir, Lines("once"), **PATIENT) as w:
         [engine] = w.engines
