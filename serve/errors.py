@@ -3,13 +3,17 @@
     ServeError
     ├── WireError                error response to an agent or operator: status, code, message
     │   ├── BadRequest           400, the request is wrong
+    │   │   └── BodyUnreadable   the body's encoding or framing is broken
     │   ├── ContextExceeded      400, prompt over the context budget
     │   ├── SessionUnknown       400, no such session, or it is closed
+    │   ├── RequestTimeout       408, the request did not arrive in time
     │   ├── BodyTooLarge         413
+    │   ├── TooManyRequests      429, the session has too much under way
     │   ├── AdminDenied          401
     │   ├── SessionExists        409
     │   └── InfraError           502, not the agent's fault: the session is marked
     │       ├── NoEngineOpen     503, every gate stayed closed until the deadline
+    │       ├── GatewayBusy      503, no room for a request body until its deadline
     │       ├── LogBroken        500, the session log cannot be written or read
     │       └── GatewayBroken    500, a bug in the gateway
     ├── OptionRefused            an option of the command line is invalid
@@ -50,6 +54,10 @@ class BadRequest(WireError):
     """The request cannot be honoured as it is; `field` names the part at fault."""
 
 
+class BodyUnreadable(BadRequest):
+    """The request body cannot be decoded: its content encoding or its chunks are broken."""
+
+
 class ContextExceeded(WireError):
     """The rendered prompt leaves no room for a token. `tokens` is its length (None: too long to count), and `limit` is
     the context length. Every dialect words this error so that its agents compact their history. Knob:
@@ -68,6 +76,22 @@ class SessionUnknown(WireError):
     stop immediately."""
 
     code = "unknown_session"
+
+
+class RequestTimeout(WireError):
+    """The head or the body of the request was not complete in time. Knobs: gateway.header_timeout_s and
+    gateway.body_timeout_s."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class TooManyRequests(WireError):
+    """The session has too many running requests, or the gateway holds too many bytes of its request bodies. Knob:
+    gateway.max_session_body_bytes."""
+
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class BodyTooLarge(WireError):
@@ -109,6 +133,14 @@ class NoEngineOpen(InfraError):
 
     status = 503
     code = "no_engine_open"
+
+
+class GatewayBusy(InfraError):
+    """The gateway had no room for a request body in time. Knobs: gateway.max_total_body_bytes and
+    gateway.body_timeout_s."""
+
+    status = 503
+    code = "gateway_busy"
 
 
 class LogBroken(InfraError):

@@ -53,7 +53,14 @@ _STOP_REASONS = {
     TurnEnd.CALLS: "tool_use",
     TurnEnd.LENGTH: "max_tokens",
 }
-_ERROR_TYPES = {401: "authentication_error", 413: "request_too_large", 500: "api_error", OVERLOADED: "overloaded_error"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    OVERLOADED: "overloaded_error",
+}
 
 
 class AnthropicMessages:

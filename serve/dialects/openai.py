@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import orjson
 
 from headrace.serve.dialects import fields
-from headrace.serve.errors import ContextExceeded, GatewayBroken, InfraError, WireError
+from headrace.serve.errors import ContextExceeded, GatewayBroken, InfraError, TooManyRequests, WireError
 
 
 def status(failure: WireError) -> int:
@@ -23,6 +23,9 @@ def status(failure: WireError) -> int:
 
 def error(failure: WireError) -> dict[str, object]:
     kind = "server_error" if isinstance(failure, InfraError) else "invalid_request_error"
+    if isinstance(failure, TooManyRequests):
+        # OpenAI's word for the kind of limit that was reached.
+        kind = "requests"
     return {"error": {"message": sentence(failure), "type": kind, "param": failure.field, "code": failure.code}}
 
 

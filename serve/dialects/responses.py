@@ -34,7 +34,7 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects import fields, openai
 from headrace.serve.dialects.dialect import CallShape, WireRequest
-from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, WireError
+from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, TooManyRequests, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -127,9 +127,9 @@ class Responses:
         writer = _EventWriter()
         response = _response(request, "resp_failed", 0)
         writer.write("response.created", response=response)
-        # Codex retries `server_error` and stops at the other codes.
+        # Codex retries `server_error` and `rate_limit_exceeded`, and stops at the other codes.
         code = "server_error" if isinstance(failure, InfraError) else "invalid_prompt"
-        if isinstance(failure, ContextExceeded):
+        if isinstance(failure, (ContextExceeded, TooManyRequests)):
             code = failure.code
         error = {"code": code, "message": openai.sentence(failure)}
         writer.write("response.failed", response=response | {"status": "failed", "error": error})

@@ -30,7 +30,7 @@ from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.trie import Match, path
 from headrace.serve.conversation import Role, TurnRequest, say
-from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
+from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown, TooManyRequests
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
@@ -243,7 +243,7 @@ class Turns:
                 live.exhaust(budget)
                 return live.core.final_answer()
             if len(live.running) >= MAX_RUNNING_TURNS:
-                raise BadRequest(f"This session already has {MAX_RUNNING_TURNS} running requests.")
+                raise TooManyRequests(f"This session already has {MAX_RUNNING_TURNS} running requests.")
         try:
             return await live.running(key, lambda: self._run(live, match, request, asked_s))
         except asyncio.CancelledError:

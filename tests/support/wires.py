@@ -122,16 +122,19 @@ def _content(item: dict[str, Any]) -> str:
     return str(item["arguments"] if item["type"] == "function_call" else item["input"])
 
 
-def read_refusal(wire: str, document: dict[str, Any]) -> str:
-    """Return the message of a refusal for an agent's error, in the form of its API."""
+def read_refusal(wire: str, document: dict[str, Any], *, limited: bool = False) -> str:
+    """Return the message of a refusal for an agent's error, in the form of its API. `limited`: it sent too much at
+    once."""
     error = document["error"]
     if wire == "anthropic":
         assert document["type"] == "error"
         assert set(error) == {"type", "message"}
-        assert error["type"] in ("invalid_request_error", "request_too_large")
+        usual = ("invalid_request_error", "request_too_large", "timeout_error")
+        assert error["type"] in (("rate_limit_error",) if limited else usual)
     else:
         assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error"
+        assert error["type"] == ("requests" if limited else "invalid_request_error")
+        assert (error["code"] == "rate_limit_exceeded") == limited
     message: str = error["message"]
     assert 10 < len(message) < 1000
     assert not any(word in message for word in ("Traceback", "Error(", "object at 0x"))
