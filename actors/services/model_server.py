@@ -26,7 +26,7 @@ from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId
 from headrace.serve.dialects import fields
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.errors import BadRequest, InfraError, WireError
-from headrace.serve.gateway.agent_routes import read_body
+from headrace.serve.gateway.bodies import read_body
 from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.template_renderer import load_renderer
 

@@ -20,19 +20,20 @@ from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.errors import (
     AdminDenied,
     BadRequest,
-    BodyTooLarge,
     GatewayBroken,
     LogBroken,
     SessionUnknown,
     WireError,
 )
 from headrace.serve.gateway import codec
-from headrace.serve.gateway.agent_routes import Handler, bearer_of, read_body
+from headrace.serve.gateway.agent_routes import Handler, bearer_of
+from headrace.serve.gateway.connections import CLIENT_LINGER_S, dismiss
 from headrace.serve.gateway.delivery import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from headrace.serve.gateway.bodies import Bodies
     from headrace.serve.gateway.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,14 @@ class AdminRoutes:
         base_url: Callable[[], str],
         *,
         decode: Callable[[Sequence[int]], str],
-        max_body_bytes: int,
+        bodies: Bodies,
         max_context_tokens: int | None,
     ) -> None:
         self._sessions = sessions
         self._admin_token = admin_token.encode()
         self._base_url = base_url
         self._decode = decode
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._max_context_tokens = max_context_tokens
 
     def add_to(self, app: web.Application) -> None:
@@ -126,7 +127,7 @@ class AdminRoutes:
         return web.Response(status=204)
 
     async def _body(self, request: web.Request) -> bytes:
-        return await read_body(request, self._max_body_bytes)
+        return await self._bodies.of_worker(request)
 
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.StreamResponse:
@@ -137,13 +138,15 @@ class AdminRoutes:
                 return await handler(request)
             except WireError as error:
                 failure = error
-            except web.HTTPRequestEntityTooLarge:
-                failure = BodyTooLarge(f"The body is larger than {self._max_body_bytes} bytes.")
             except Exception:
                 logger.exception("admin request %s failed", request.method)
                 failure = GatewayBroken("Internal error of the gateway; see its log.")
             reason = {"message": str(failure), "type": failure.code, "param": failure.field, "code": failure.code}
-            return json_response({"error": reason}, failure.status)
+            response = json_response({"error": reason}, failure.status)
+            if not isinstance(failure, AdminDenied):
+                most_bytes = self._bodies.most_dropped_bytes
+                await dismiss(request, response, most_bytes=most_bytes, linger_s=CLIENT_LINGER_S)
+            return response
 
         return guarded
 

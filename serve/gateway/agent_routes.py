@@ -4,18 +4,18 @@ Invariants:
 - Every failure becomes the dialect's own error body and status; an infra failure marks its session before the response
   is sent.
 - Everything except the health routes needs a session; requests for an unknown or closed session are refused immediately
-  with 400, so that agents do not retry.
+  with 400, so that agents do not retry. Their bodies are not read.
+- What an agent can cause to be logged is limited for each session.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from aiohttp import web
 
@@ -26,14 +26,16 @@ from headrace.serve.dialects.parse_work import ParseWork, brackets_of
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import (
     BadRequest,
-    BodyTooLarge,
+    BodyUnreadable,
     GatewayBroken,
     InfraError,
     LogBroken,
+    RequestTimeout,
     SessionUnknown,
     WireError,
 )
 from headrace.serve.gateway.config import ModelUse
+from headrace.serve.gateway.connections import CLIENT_LINGER_S, dismiss
 from headrace.serve.gateway.delivery import Delivery, json_response
 from headrace.serve.gateway.turns import FIRST, Retry
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
@@ -42,14 +44,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.dialects.chat import TokenizeRequest
-    from headrace.serve.dialects.dialect import Dialect, WireRequest
+    from headrace.serve.dialects.dialect import Dialect
+    from headrace.serve.gateway.bodies import Bodies
+    from headrace.serve.gateway.limited_log import LimitedLog
     from headrace.serve.gateway.sessions import SessionTable
     from headrace.serve.gateway.turns import LiveSession, Turns
 
-logger = logging.getLogger(__name__)
-
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+Parsed = TypeVar("Parsed")
 
 MAX_KEY_CHARACTERS = 256
 _DEFECT = "Internal error of the gateway; see its log."
@@ -64,13 +66,15 @@ class AgentRoutes:
         sessions: SessionTable,
         turns: Turns,
         *,
-        max_body_bytes: int,
+        bodies: Bodies,
+        logger: LimitedLog,
         ping_s: float,
         model_policy: Sequence[tuple[str, ModelUse]],
     ) -> None:
         self._sessions = sessions
         self._turns = turns
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
+        self._logger = logger
         self._ping_s = ping_s
         self._model_policy = model_policy
         self._started_s = int(time.time())
@@ -91,7 +95,7 @@ class AgentRoutes:
     def _turn_on(self, dialect: Dialect) -> Handler:
         async def turn(request: web.Request) -> web.StreamResponse:
             asked_s, live = self._turns.now(), self._live(request)
-            asked: WireRequest = await self._parsed(request, live, dialect.parse)
+            asked = await self._parsed(request, live, dialect.parse)
             uses = (use for pattern, use in self._model_policy if fnmatchcase(asked.turn.model, pattern))
             use = next(uses, ModelUse.TRAIN)
             if use is ModelUse.REFUSE:
@@ -113,7 +117,7 @@ class AgentRoutes:
                 except WireError:
                     raise
                 except Exception:
-                    logger.exception("a turn failed")
+                    self._logger.exception(name_of(live), "a turn failed")
                     raise GatewayBroken(_DEFECT) from None
 
             async def answers() -> Sequence[TurnAnswer]:
@@ -144,25 +148,17 @@ class AgentRoutes:
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
-        asked: WireRequest = await self._parsed(request, live, _ANTHROPIC.parse_count)
+        asked = await self._parsed(request, live, _ANTHROPIC.parse_count)
         return json_response(_ANTHROPIC.count(await self._turns.count_tokens(live, asked.turn)))
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
-        asked: TokenizeRequest = await self._parsed(request, live, _CHAT.parse_tokenize)
+        asked = await self._parsed(request, live, _CHAT.parse_tokenize)
         if asked.turn is None:
             ids = await self._turns.tokenize_text(live, asked.prompt)
         else:
             ids = await self._turns.tokenize(live, asked.turn, opens_turn=asked.opens_turn)
         return json_response(_CHAT.tokenized(ids, live.core.spec.budgets.max_context_tokens))
-
-    async def _parsed(
-        self, request: web.Request, live: LiveSession, parse: Callable[[bytes, Mapping[str, str]], Any]
-    ) -> Any:
-        """Return the parsed body of a request. Raises BadRequest, BodyTooLarge."""
-        body = await read_body(request, self._max_body_bytes)
-        work = ParseWork(parse, body, dict(request.headers), brackets_of(body))
-        return await self._turns.apart(live, work) if work.is_large else work()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         dialect = _ANTHROPIC if "anthropic-version" in request.headers else _CHAT
@@ -181,19 +177,43 @@ class AgentRoutes:
                 return await handler(request)
             except WireError as error:
                 failure = error
-            except web.HTTPRequestEntityTooLarge:
-                failure = BodyTooLarge(f"The body is larger than {self._max_body_bytes} bytes.")
             except ConnectionError:
                 # The agent has disconnected, so nobody reads this response.
                 return web.Response(status=499)
             except Exception:
-                logger.exception("request %s failed", request.path.rsplit("/", 1)[-1])
+                self._logger.exception(self._name(request), "request %s failed", request.path.rsplit("/", 1)[-1])
                 failure = GatewayBroken(_DEFECT)
             with suppress(LogBroken):
                 mark(self._sessions.by_token(token_of(request)), failure)
-            return json_response(dialect.error(failure), dialect.status(failure))
+            if isinstance(failure, BodyUnreadable):
+                self._logger.warning(self._name(request), "%s", failure)
+            response = json_response(dialect.error(failure), dialect.status(failure))
+            if not isinstance(failure, SessionUnknown):
+                # A client that did not send in time has had its time.
+                linger_s = 0.0 if isinstance(failure, RequestTimeout) else CLIENT_LINGER_S
+                await dismiss(request, response, most_bytes=self._bodies.most_dropped_bytes, linger_s=linger_s)
+            return response
 
         return guarded
+
+    async def _parsed(
+        self, request: web.Request, live: LiveSession, parse: Callable[[bytes, Mapping[str, str]], Parsed]
+    ) -> Parsed:
+        """Return the parsed body of a request. Raises what `Bodies.parsed` raises."""
+
+        async def parsed(body: bytes) -> Parsed:
+            work = ParseWork(parse, body, dict(request.headers), brackets_of(body))
+            found: Parsed = await self._turns.apart(live, work) if work.is_large else work()
+            return found
+
+        return await self._bodies.parsed(request, live.core.spec.session_id, parsed)
+
+    def _name(self, request: web.Request) -> str:
+        """Return the id of the session that a request is for; "" if there is none."""
+        try:
+            return name_of(self._sessions.by_token(token_of(request)))
+        except LogBroken:
+            return ""
 
     def _live(self, request: web.Request) -> LiveSession:
         live = self._sessions.by_token(token_of(request))
@@ -217,6 +237,10 @@ def mark(live: LiveSession | None, failure: WireError) -> None:
         live.fail(f"{failure.code}: {failure}")
 
 
+def name_of(live: LiveSession | None) -> str:
+    return live.core.spec.session_id if live is not None else ""
+
+
 def token_of(request: web.Request) -> str:
     """Return the session token: from the path, else the bearer token, else the API key; "" if there is none."""
     return request.match_info.get("token", "") or bearer_of(request) or request.headers.get("x-api-key", "")
@@ -226,18 +250,6 @@ def bearer_of(request: web.Request) -> str:
     """Return the bearer token; "" if there is none. The scheme is case-insensitive (RFC 9110, 11.1)."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
-
-
-async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Read the request body. Raises BodyTooLarge, BadRequest."""
-    # Refused by its declared length before a byte is read; aiohttp limits a body without one while reading.
-    if (request.content_length or 0) > max_bytes:
-        raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:
-        # The sender's encoding is broken. Classified as our failure it would make the rollout infra.
-        raise BadRequest(f"The body cannot be decoded: {' '.join(str(error).split())}") from None
 
 
 async def alive(_request: web.Request) -> web.StreamResponse:

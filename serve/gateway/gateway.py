@@ -6,6 +6,7 @@ Invariants:
 - A failure that reaches an agent is recorded in its session before the answer is written.
 - An unknown or closed session is refused at once with 400. With a log folder, sessions survive a restart.
 - A session whose wall-time budget ended `expire_grace_s` ago is closed, because its worker must be dead.
+- Request bodies and connections are bounded: `bodies`, `body_budget` and `connections` say by what.
 - All engine traffic goes through `EnginePool`; this module does not render, sample or count tokens.
 """
 
@@ -26,9 +27,14 @@ from opentelemetry import trace
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session_log import SessionLog
+from headrace.serve.errors import LogBroken
 from headrace.serve.gateway.admin_routes import AdminRoutes, refusal_of
-from headrace.serve.gateway.agent_routes import AgentRoutes
+from headrace.serve.gateway.agent_routes import AgentRoutes, name_of
+from headrace.serve.gateway.bodies import Bodies
+from headrace.serve.gateway.body_budget import BodyBudget
+from headrace.serve.gateway.connections import ConnectionSettings, dismiss, listen
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.limited_log import LimitedLog
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
 from headrace.serve.parsing.parser_choice import choose_parser
@@ -148,12 +154,13 @@ class Gateway:
                 runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
                 await runner.setup()
                 stack.push_async_callback(runner.cleanup)
-                await web.TCPSite(runner, host, port, backlog=4096).start()
+                listener = await listen(runner, host, port, self._connections())
+                stack.callback(listener.close)
                 if self._config.session_log_dir is None:
                     # Agents that get an answer before the listener closes give up at once. Those of logged sessions are
                     # cut off as by a crash: they retry, and the restarted gateway answers.
                     stack.push_async_callback(self._sessions.end_turns)
-                self._base_url = f"http://{host}:{runner.addresses[0][1]}"
+                self._base_url = f"http://{host}:{listener.sockets[0].getsockname()[1]}"
                 self._stack = stack.pop_all()
         except ExceptionGroup as group:
             # From the task group, which has no tasks yet: it wraps the one error of this block.
@@ -163,6 +170,8 @@ class Gateway:
     async def _make_parts(self, renderer: Renderer, stack: AsyncExitStack) -> None:
         config = self._config
         parser = choose_parser(config.parser, renderer.template)
+        self._agents_log = LimitedLog()
+        stack.callback(self._agents_log.close)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         deadlines = EngineDeadlines(
             gate_wait_s=config.gate_wait_s, call_s=config.turn_timeout_s, abort_grace_s=config.abort_grace_s
@@ -261,11 +270,14 @@ class Gateway:
 
     def _application(self, renderer: Renderer) -> web.Application:
         config = self._config
-        app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_json_errors])
+        app = web.Application(middlewares=[_json_errors])
+        budget = BodyBudget(session_bytes=config.session_body_bytes, total_bytes=config.max_total_body_bytes)
+        bodies = Bodies(budget=budget, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         AgentRoutes(
             self._sessions,
             self._turns,
-            max_body_bytes=config.max_body_bytes,
+            bodies=bodies,
+            logger=self._agents_log,
             ping_s=config.ping_s,
             model_policy=config.model_policy,
         ).add_to(app)
@@ -274,18 +286,41 @@ class Gateway:
             self._admin_token,
             lambda: config.advertise_url or self._base_url,
             decode=renderer.decode,
-            max_body_bytes=config.max_body_bytes,
+            bodies=bodies,
             max_context_tokens=config.max_context_tokens,
         ).add_to(app)
         return app
+
+    def _connections(self) -> ConnectionSettings:
+        return ConnectionSettings(
+            header_timeout_s=self._config.header_timeout_s,
+            send_timeout_s=self._config.send_timeout_s,
+            refused=self._log_refused,
+        )
+
+    def _log_refused(self, path: str, reason: str, defect: BaseException | None) -> None:
+        if defect is None:
+            self._agents_log.warning(self._session_at(path), "request refused: %s", reason)
+        else:
+            self._agents_log.error(self._session_at(path), "request failed: %s", reason, exc_info=defect)
+
+    def _session_at(self, path: str) -> str:
+        """Return the id of the session whose token is in a path; "" if there is none."""
+        token = path.removeprefix("/s/").partition("/")[0] if path.startswith("/s/") else ""
+        try:
+            return name_of(self._sessions.by_token(token))
+        except LogBroken:
+            return ""
 
 
 @web.middleware
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Return JSON also for errors outside the routes (404, 405)."""
+    """Return JSON also for errors outside the routes (404, 405), and end a connection with an unread body."""
     try:
-        return await handler(request)
+        response = await handler(request)
     except web.HTTPException as error:
-        return web.Response(body=refusal_of(error.reason), status=error.status, content_type="application/json")
+        response = web.Response(body=refusal_of(error.reason), status=error.status, content_type="application/json")
+    await dismiss(request, response)
+    return response
