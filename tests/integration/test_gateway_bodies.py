@@ -228,6 +228,19 @@ async def test_broken_encodings_are_refused_with_a_last_answer(model_dir: Path, 
         assert (await w.finish()).failures == ()
 
 
+@EVERY
+async def test_chunks_that_break_after_a_while_are_refused_at_once(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir) as w:
+        head = head_of(path_of(w, await w.client(wire)), "Transfer-Encoding: chunked")
+        async with raw_connection(w.url, head + b"5\r\n{   }\r\n") as connection:
+            await in_order(w)
+            await connection.send(b"no number\r\n")
+            answer = await connection.last_answer()
+        assert answer.status == 400
+        assert "cannot be decoded" in read_refusal(wire.name, answer.document)
+        assert (await w.finish()).failures == ()
+
+
 async def test_broken_encodings_write_a_few_short_lines(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with world(model_dir) as w:
         client = await w.client()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import select
+import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
+from aiohttp import web
 
 from headrace.serve.capture.session import Budgets
+from headrace.serve.gateway.connections import ConnectionSettings, listen
 from support.chat_templates import LONG
 from support.gateway_program import gateway_program
 from support.gateway_rig import (
@@ -34,7 +37,6 @@ from support.scripted_engine import check_exact
 from support.wires import read_refusal
 
 if TYPE_CHECKING:
-    import socket
     from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
@@ -136,6 +138,40 @@ async def test_an_answer_that_is_not_read_ends_the_connection_and_is_not_deliver
             await reset_of(sock)
         report = await w.finish()
         assert (report.turns, set(report.masked), report.failures) == (1, {"abandoned"}, ())
+
+
+async def test_a_writer_waits_until_the_last_byte_is_sent() -> None:
+    """Also for fewer bytes than an event loop usually buffers; and it learns that they were not sent."""
+    outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        response = web.Response(body=b"x" * 50_000)
+        await response.prepare(request)
+        try:
+            await response.write_eof()
+        except ConnectionError:
+            outcome.set_result(False)
+            raise
+        outcome.set_result(True)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    settings = ConnectionSettings(header_timeout_s=GUARD_S, send_timeout_s=0.2, refused=lambda *_: None)
+    server = await listen(runner, "127.0.0.1", 0, settings)
+    try:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(server.sockets[0].getsockname())
+            sock.sendall(head_of("/"))
+            assert not await asyncio.wait_for(outcome, GUARD_S)
+    finally:
+        server.close()
+        await runner.cleanup()
 
 
 async def test_pings_that_are_not_read_end_the_connection_and_its_turn(model_dir: Path) -> None:
