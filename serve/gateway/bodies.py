@@ -21,6 +21,8 @@ from headrace.serve.errors import BodyTooLarge, BodyUnreadable, GatewayBusy, Req
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aiohttp.streams import StreamReader
+
     from headrace.serve.capture.session import SessionId
     from headrace.serve.gateway.body_budget import BodyBudget, HeldBody
 
@@ -63,7 +65,8 @@ async def read_body(
         raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        # Most bodies are here, with room for them; a timer would take longer than reading them.
+        async with asyncio.timeout(None if _is_here(request.content, held) else timeout_s):
             while piece := await request.content.readany():
                 if len(body) + len(piece) > max_bytes:
                     raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
@@ -81,3 +84,8 @@ async def read_body(
     finally:
         # A traceback may keep this frame.
         body.clear()
+
+
+def _is_here(content: StreamReader, held: HeldBody | None) -> bool:
+    """Return whether a body can be read without waiting."""
+    return content.is_eof() and (held is None or held.budget.has_room(content.total_bytes))

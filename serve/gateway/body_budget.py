@@ -66,6 +66,10 @@ class BodyBudget:
         """Bytes that are held now, without those that wait for room."""
         return self._total
 
+    def has_room(self, number: int) -> bool:
+        """Return whether there is room for so many bytes, without waiting."""
+        return not self._waiting and self._fits(number)
+
     @contextmanager
     def hold(self, session: SessionId) -> Iterator[HeldBody]:
         """Yield a body, whose bytes are released at the end of the block."""
@@ -84,7 +88,7 @@ class BodyBudget:
             )
         self._by_session[body.session] += number
         body.received += number
-        if body is self._beyond or (not self._waiting and self._has_room(number)):
+        if body is self._beyond or self.has_room(number):
             self._admit(body, number)
             return
         one = _Waiting(body, number, asyncio.get_running_loop().create_future())
@@ -111,7 +115,7 @@ class BodyBudget:
         while self._waiting:
             # The earliest of equal ones.
             first = min(self._waiting, key=lambda one: self._by_session[one.body.session])
-            if first.body is not self._beyond and not self._has_room(first.number):
+            if first.body is not self._beyond and not self._fits(first.number):
                 if self._beyond is not None:
                     return
                 self._beyond = first.body
@@ -120,7 +124,7 @@ class BodyBudget:
             if not first.admitted.done():
                 first.admitted.set_result(None)
 
-    def _has_room(self, number: int) -> bool:
+    def _fits(self, number: int) -> bool:
         return self._total + number <= self._total_bytes
 
     def _admit(self, body: HeldBody, number: int) -> None:
