@@ -148,6 +148,11 @@ class ToolSpec:
         object.__setattr__(self, "digest", blake2b(spelled, digest_size=16).digest())
         object.__setattr__(self, "size", len(spelled))
 
+    @property
+    def schema(self) -> str:
+        """The JSON schema of the parameters as text."""
+        return orjson.dumps(self.parameters, default=dict, option=orjson.OPT_NON_STR_KEYS).decode()
+
 
 class Purpose(StrEnum):
     """Purpose of a request, if the API reports it."""

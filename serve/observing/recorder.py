@@ -135,7 +135,7 @@ class RecordedSpan(Span):
     ) -> None:
         kind = type(exception)
         named: dict[str, AnyValue] = {
-            "exception.type": kind.__qualname__ if kind.__module__ == "builtins" else _full_name(kind),
+            "exception.type": ("" if kind.__module__ == "builtins" else f"{kind.__module__}.") + kind.__qualname__,
             "exception.message": str(exception),
             "exception.stacktrace": "".join(traceback.format_exception(exception)),
             "exception.escaped": str(escaped),
@@ -264,7 +264,3 @@ def _kept(attributes: Attributes) -> dict[str, AnyValue]:
     for key, value in (attributes or {}).items():
         _put(kept, key, value)
     return kept
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

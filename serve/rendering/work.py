@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
-import orjson
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headrace.policies.tokens.chat_template import Ending
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
     from headrace.serve.errors import WireError
@@ -68,23 +65,16 @@ class RenderWork:
         """Return the ids. Raises TemplateRefused, and the refusal."""
         # Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that its
         # cost is bounded.
-        if self.characters > self.max_tokens and (
-            renderer.count_tokens(self._texts(), stop_at=self.max_tokens) >= self.max_tokens
-        ):
-            raise self.refusal
+        if self.characters > self.max_tokens:
+            of_messages = (text for message in self.messages for text in message.rendered_texts)
+            of_tools = (text for tool in self._shown_tools for text in (tool.name, tool.description, tool.schema))
+            if renderer.count_tokens(chain(of_messages, of_tools), stop_at=self.max_tokens) >= self.max_tokens:
+                raise self.refusal
         if self.inserts:
             return renderer.insert(self.messages[-1].text)
         if self.after is None:
             return renderer.render(self.messages, self.tools, self.ending)
         return renderer.bridge(*self.after, self.messages, self.ending)
-
-    def _texts(self) -> Iterator[str]:
-        for message in self.messages:
-            yield from message.rendered_texts
-        for tool in self._shown_tools:
-            yield tool.name
-            yield tool.description
-            yield orjson.dumps(tool.parameters, default=dict, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -99,10 +100,19 @@ def test_a_huge_max_tokens_is_accepted(dialect: Dialect, number: int) -> None:
 
 
 @pytest.mark.parametrize("dialect", WIRES)
-@pytest.mark.parametrize("name", ["cache_control", "betas", "temperature", "logit_bias", "store", "service_tier"])
+@pytest.mark.parametrize("name", ["cache_control", "betas", "store", "service_tier"])
 def test_unknown_fields_are_ignored(dialect: Dialect, name: str) -> None:
     plain = dialect.parse(orjson.dumps(body(dialect)), {})
     assert dialect.parse(orjson.dumps(body(dialect) | {name: {"x": [None]}}), {}) == plain
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize("name", ["temperature", "seed", "logit_bias", "presence_penalty"])
+def test_sampling_parameters_change_only_their_digest(dialect: Dialect, name: str) -> None:
+    plain = dialect.parse(orjson.dumps(body(dialect)), {}).turn
+    given = [dialect.parse(orjson.dumps(body(dialect) | {name: {"x": [value]}}), {}).turn for value in (None, 1)]
+    assert [replace(turn, sampling="") for turn in given] == [plain, plain]
+    assert len({plain.sampling, *(turn.sampling for turn in given)}) == 3
 
 
 @pytest.mark.parametrize("dialect", WIRES)

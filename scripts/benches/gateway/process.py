@@ -136,7 +136,11 @@ class _Watch:
         asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]  # noqa: SLF001
 
     def probe(self) -> Probe:
-        cpu_s = time.process_time() + _children_s()
+        # Of the processes that render, ended ones included.
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        running = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+        cpu_s = time.process_time() + ended.ru_utime + ended.ru_stime
+        cpu_s += sum(times.user + times.system for times in running)
         seen = self.callback_s, self.collection_s
         gc.collect()
         self.callback_s = self.collection_s = 0.0
@@ -146,14 +150,6 @@ class _Watch:
             callback_ms=1000 * seen[0],
             collection_ms=1000 * seen[1],
         )
-
-
-def _children_s() -> float:
-    """Return the processor time of the processes that render, ended ones included."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    running = (child.cpu_times() for child in psutil.Process().children(recursive=True))
-    total_s: float = ended.ru_utime + ended.ru_stime + sum(times.user + times.system for times in running)
-    return total_s
 
 
 async def _serve(options: argparse.Namespace) -> None:
