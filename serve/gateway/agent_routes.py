@@ -176,7 +176,8 @@ class AgentRoutes:
             try:
                 return await handler(request)
             except WireError as error:
-                failure = error
+                # Its frames hold the body, and this one holds it: a cycle, which lasts until the next collection.
+                failure = error.with_traceback(None)
             except ConnectionError:
                 # The agent has disconnected, so nobody reads this response.
                 return web.Response(status=499)

@@ -38,6 +38,7 @@ from headrace.serve.gateway.limited_log import LimitedLog
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
 from headrace.serve.parsing.parser_choice import choose_parser
+from headrace.serve.rendering.large_blocks import return_large_blocks
 from headrace.serve.rendering.processes import RenderProcesses
 from headrace.serve.rendering.render_thread import RenderThread
 from headrace.serve.rendering.template_renderer import load_renderer
@@ -138,6 +139,7 @@ class Gateway:
         Raises OSError if the port is taken, TokenizerInvalid if the tokenizer cannot be used or its template hides the
         message bodies that `token_kinds` needs, and ParserUnknown.
         """
+        return_large_blocks()
         renderer = self._renderer
         if renderer is None:
             if self._config.tokenizer_dir is None:

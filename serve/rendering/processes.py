@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.serve.errors import BadRequest, GatewayBroken
+from headrace.serve.rendering.large_blocks import return_large_blocks
 from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ def main(arguments: list[str]) -> None:
     parent_pid, tokenizer_dir, token_kinds, cpu_s = arguments
     die_with_parent(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return_large_blocks()
     source, replies = sys.stdin.buffer, _Replies(os.dup(1), float(cpu_s))
     # What a library prints must not be taken for a reply.
     os.dup2(2, 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,7 @@ from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Wire, world
 from support.scripted_engine import check_exact
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 USER = {"role": "user", "content": "go"}
@@ -98,3 +101,27 @@ async def test_a_request_that_exceeds_its_rendering_time_is_refused_and_the_next
         client.history.clear()
         assert (await client.say("go")).status == 200
         assert not (await w.finish()).failures
+
+
+async def test_a_refused_body_is_gone_without_a_collection(model_dir: Path) -> None:
+    """A gateway collects all its objects every ten minutes only: a cycle would keep each refused body until then."""
+    async with world(model_dir) as w:
+        client = await w.client()
+        body = b'{"messages": [' + b",".join([b"{}"] * 1_100_000) + b"]}"
+        assert (await client.send(body)).status == 400
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert (await client.send(body)).status == 400
+            kept = sum(type(each) is bytes and len(each) == len(body) and each is not body for each in referents())
+        finally:
+            gc.enable()
+        assert kept == 0
+
+
+def referents() -> Iterator[object]:
+    """What the local variables of all frames that tracebacks keep refer to."""
+    for each in gc.get_objects():
+        if isinstance(each, types.FrameType):
+            yield from each.f_locals.values()
