@@ -1,7 +1,7 @@
 """Parsing of large bodies apart from the event loop, as work for a process that renders.
 
 Invariants:
-- What is parsed on the event loop has at most `MOST_BYTES` and `MOST_BRACKETS`: a few milliseconds.
+- What is parsed on the event loop has at most `MOST_BYTES`, `MOST_BRACKETS` and `MOST_ENTRIES`: a few milliseconds.
 - What has more than `MAX_BRACKETS` is not parsed: each may become a Python object of 64 bytes and more.
 """
 
@@ -20,6 +20,8 @@ MOST_BYTES: Final = 1 << 20
 MOST_BRACKETS: Final = 6_000
 """Objects and lists in a body, and such characters in its strings. An agent's body of 100k tokens has a few thousand; a
 hostile one of a megabyte has half a million, each of which becomes a Python object."""
+MOST_ENTRIES: Final = 500
+"""Messages and calls, each of which takes some ten microseconds."""
 MAX_BRACKETS: Final = 1_000_000
 
 
@@ -36,7 +38,10 @@ class ParseWork:
     @property
     def is_large(self) -> bool:
         """True if it would block the event loop for too long."""
-        return len(self.body) > MOST_BYTES or self.brackets > MOST_BRACKETS
+        body = self.body
+        if len(body) > MOST_BYTES or self.brackets > MOST_BRACKETS:
+            return True
+        return body.count(b'"role"') + body.count(b'call_id"') + body.count(b'"tool_calls"') > MOST_ENTRIES
 
     def __call__(self, renderer: Renderer | None = None) -> Any:
         return self.parse(self.body, self.headers)

@@ -202,6 +202,7 @@ def test_large_bodies_are_those_that_take_long_to_parse() -> None:
     assert not is_large(orjson.dumps({"messages": [{"role": "user", "content": "a, b; " * 100_000}]}))
     assert is_large(b"x" * (2 << 20))
     assert is_large(objects(21_000).body)
+    assert is_large(orjson.dumps({"messages": [{"role": "user", "content": "a"}] * 501}))
 
 
 def test_a_body_with_a_million_objects_is_not_parsed() -> None:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,7 @@ from benches.gateway.workload import request_head
 from headrace.serve.capture.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from benches.gateway.load import Bench, MeasuredAgent
     from headrace.serve.gateway.client import GatewayClient
@@ -192,14 +193,15 @@ class _Victims:
 
     async def turns(self) -> None:
         while True:
-            agent = await self._agent()
-            await agent.turn("x")
-            for _ in range(40):
-                self._turns_s.append(await self._timed(agent, first=False))
+            async with self._agent() as agent:
+                await agent.turn("x")
+                for _ in range(40):
+                    self._turns_s.append(await self._timed(agent, first=False))
 
     async def first_turns(self) -> None:
         while True:
-            self._first_s.append(await self._timed(await self._agent(), first=True))
+            async with self._agent() as agent:
+                self._first_s.append(await self._timed(agent, first=True))
 
     async def _timed(self, agent: MeasuredAgent, *, first: bool) -> float:
         key = first, time.perf_counter()
@@ -209,9 +211,12 @@ class _Victims:
         await asyncio.sleep(LOOK_S)
         return seconds
 
-    async def _agent(self) -> MeasuredAgent:
-        [agent], _ = await self._bench.open(self._http, self._client, 1, request_head())
-        return agent
+    @asynccontextmanager
+    async def _agent(self) -> AsyncIterator[MeasuredAgent]:
+        """Open a session for an agent, and finish it: open ones would count as memory that is not given back."""
+        [agent], ids = await self._bench.open(self._http, self._client, 1, request_head())
+        yield agent
+        await self._client.finish(ids)
 
 
 class _Memory:
