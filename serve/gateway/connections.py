@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 from aiohttp import HttpVersion11, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.web_protocol import ERROR
 
 from headrace.serve.dialects.anthropic import AnthropicMessages
@@ -71,7 +72,7 @@ class ConnectionSettings:
 class Connection(web.RequestHandler):
     """Connection of one client."""
 
-    __slots__ = ("_body", "_head", "_head_begun", "_head_timer", "_send_timer", "_settings", "_wire")
+    __slots__ = ("_body", "_head", "_head_begun", "_head_timer", "_is_refused", "_send_timer", "_settings", "_wire")
 
     def __init__(self, server: web.Server, settings: ConnectionSettings, loop: asyncio.AbstractEventLoop) -> None:
         # `dismiss` lingers instead.
@@ -80,7 +81,7 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None
         self._body: StreamReader | None = None
         self._head = b""
-        self._head_begun = False
+        self._head_begun = self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -115,6 +116,9 @@ class Connection(web.RequestHandler):
             self._await_head()
 
     def _note_head(self, data: bytes) -> None:
+        if self._is_refused:
+            # What follows a refused head is no head; the refusal may not have been written yet.
+            return
         if not self._head_begun:
             self._head = b""
         self._head_begun = True
@@ -128,6 +132,7 @@ class Connection(web.RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        self._is_refused = bool(self._messages) and not isinstance(self._messages[-1][0], RawRequestMessage)
         body, self._body = self._body, self._messages[-1][1] if self._messages else None
         if body is not None and not body.is_eof() and body is not self._body:
             # aiohttp leaves a body open whose chunks its parser refuses.
