@@ -148,9 +148,11 @@ class AnthropicMessages:
 
     def models(self, created_s: int) -> dict[str, object]:
         name = fields.DEFAULT_MODEL
+        return {"data": [self.model(name, created_s)], "has_more": False, "first_id": name, "last_id": name}
+
+    def model(self, name: str, created_s: int) -> dict[str, object]:
         created_at = datetime.fromtimestamp(created_s, UTC).isoformat()
-        model = {"type": "model", "id": name, "display_name": name, "created_at": created_at}
-        return {"data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
 
 
 def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireRequest:

@@ -149,6 +149,9 @@ class ChatCompletions:
     def models(self, created_s: int) -> dict[str, object]:
         return openai.models(created_s)
 
+    def model(self, name: str, created_s: int) -> dict[str, object]:
+        return openai.model(name, created_s)
+
 
 def _separates_reasoning(document: JsonObject) -> bool:
     """Return SGLang's field `separate_reasoning`, which is true by default."""

@@ -91,3 +91,7 @@ class Dialect(Protocol):
     def models(self, created_s: int) -> dict[str, object]:
         """Return the response to `GET /v1/models`: a single model, although every name is accepted."""
         ...
+
+    def model(self, name: str, created_s: int) -> dict[str, object]:
+        """Return the response to `GET /v1/models/{name}`, for any name."""
+        ...

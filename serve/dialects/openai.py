@@ -41,9 +41,12 @@ def sentence(failure: WireError) -> str:
     return failure.public_message
 
 
+def model(name: str, created_s: int) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": created_s, "owned_by": "headrace"}
+
+
 def models(created_s: int) -> dict[str, object]:
-    model = {"id": fields.DEFAULT_MODEL, "object": "model", "created": created_s, "owned_by": "headrace"}
-    return {"object": "list", "data": [model]}
+    return {"object": "list", "data": [model(fields.DEFAULT_MODEL, created_s)]}
 
 
 COMMENT = b": ping\n\n"

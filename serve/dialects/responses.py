@@ -92,6 +92,10 @@ class Responses:
         stream = fields.boolean(document, "stream")
         return WireRequest(turn=turn, stream=stream, model=model or fields.DEFAULT_MODEL, call_shapes=shapes)
 
+    def count(self, prompt_tokens: int) -> dict[str, object]:
+        """Return the response to `POST /v1/responses/input_tokens`."""
+        return {"object": "response.input_tokens", "input_tokens": prompt_tokens}
+
     def answer(
         self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
     ) -> dict[str, object]:
@@ -137,6 +141,9 @@ class Responses:
 
     def models(self, created_s: int) -> dict[str, object]:
         return openai.models(created_s)
+
+    def model(self, name: str, created_s: int) -> dict[str, object]:
+        return openai.model(name, created_s)
 
 
 def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, Purpose]:

@@ -89,7 +89,9 @@ class AgentRoutes:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._turn_on(_CHAT))
             app.router.add_post(f"{prefix}/v1/responses", self._turn_on(_RESPONSES))
             app.router.add_post(f"{prefix}/v1/tokenize", self._guarded(_CHAT, self._tokenize))
+            app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._guarded(_RESPONSES, self._input_tokens))
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         app.router.add_get("/s/{token}/", alive)
 
     def _turn_on(self, dialect: Dialect) -> Handler:
@@ -151,6 +153,11 @@ class AgentRoutes:
         asked = await self._parsed(request, live, _ANTHROPIC.parse_count)
         return json_response(_ANTHROPIC.count(await self._turns.count_tokens(live, asked.turn)))
 
+    async def _input_tokens(self, request: web.Request) -> web.StreamResponse:
+        live = self._live(request)
+        asked = await self._parsed(request, live, _RESPONSES.parse)
+        return json_response(_RESPONSES.count(await self._turns.count_tokens(live, asked.turn)))
+
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         asked = await self._parsed(request, live, _CHAT.parse_tokenize)
@@ -165,6 +172,8 @@ class AgentRoutes:
 
         async def models(request: web.Request) -> web.StreamResponse:
             self._live(request)
+            if name := request.match_info.get("model"):
+                return json_response(dialect.model(name, self._started_s))
             return json_response(dialect.models(self._started_s))
 
         return await self._guarded(dialect, models)(request)

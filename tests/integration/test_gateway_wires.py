@@ -495,6 +495,32 @@ async def test_the_model_list_has_a_single_model_in_each_dialect(model_dir: Path
             assert (response.status, "unknown or closed" in await response.text()) == (400, True)
 
 
+async def test_each_model_name_is_described_in_each_dialect(model_dir: Path) -> None:
+    async with world(model_dir) as w:
+        base = await w.open()
+        for name in ("gpt-5", "org/model:free"):
+            async with w.http.get(f"{base}/v1/models/{name}") as response:
+                document = await response.json()
+            assert (document["id"], document["object"]) == (name, "model")
+            async with w.http.get(f"{base}/v1/models/{name}", headers={"anthropic-version": "1"}) as response:
+                document = await response.json()
+            assert (document["id"], document["type"]) == (name, "model")
+
+
+async def test_input_tokens_are_those_of_the_turn(model_dir: Path) -> None:
+    async with world(model_dir) as w:
+        client = await w.client(RESPONSES, tools=("bash",))
+        body = client.body(input=client.wire.user("how many?"))
+        async with w.http.post(f"{client.base_url}/v1/responses/input_tokens", json=body) as response:
+            counted = await response.json()
+        assert (await client.say("how many?")).status == 200
+        assert counted == {
+            "object": "response.input_tokens",
+            "input_tokens": len(w.engines[0].requests[0]["input_ids"]),
+        }
+        assert (await w.finish()).turns == 1
+
+
 @EVERY
 async def test_turns_with_inexact_sampling_are_masked(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
