@@ -10,6 +10,7 @@ PolicyError
 |  |  |- SessionAlreadyOpen  a weight update session is already open
 |  |  |- NoSession         no weight update session is open
 |  |  |- UnknownGroup      the engine is not in a process group of that name
+|  |  |- PromptTooLong     the prompt leaves no room in the engine's context
 |  |  |- FlushRefused      requests use the cache: pause them by retract or abort first
 |  |  `- WeightsMixed      some weights or cached values belong to another version: discard the engine
 |  |- EngineReplyInvalid   a reply without the keys of the contract
@@ -80,6 +81,10 @@ class NoSession(EngineRefused):
 
 class UnknownGroup(EngineRefused):
     """The engine is not in a process group of that name."""
+
+
+class PromptTooLong(EngineRefused):
+    """The prompt, or the prompt with the tokens to sample, is longer than the engine's context length."""
 
 
 class FlushRefused(EngineRefused):

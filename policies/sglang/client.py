@@ -185,13 +185,16 @@ class SGLangEngine:
         version = read(server, "version", str)
         dialect = self._known_dialect = dialect_of(version)
         load = await self.load()
-        context = server.get("context_length") or read(server, "max_req_input_len", int) + SGLANG_RESERVED_TOKENS
+        # A server names one of these or both: the KV cache may be too small for the model's context.
+        lengths = [read(server, "context_length", int)] if server.get("context_length") else []
+        if not lengths or server.get("max_req_input_len"):
+            lengths.append(read(server, "max_req_input_len", int) + SGLANG_RESERVED_TOKENS)
         return EngineInfo(
             server_version=version,
             version=read_version(read(model, "weight_version", str), self._config.foreign_version),
             running=load.running,
             waiting=load.waiting,
-            max_context_tokens=context,
+            max_context_tokens=min(lengths),
             paused=await self._paused(),
             model_path=str(model.get("model_path") or ""),
             ranks=int(server.get("tp_size") or 1),

@@ -21,6 +21,7 @@ from headrace.policies.errors import (
     EngineUnavailable,
     FlushRefused,
     NoSession,
+    PromptTooLong,
     RequestInvalid,
     SessionAlreadyOpen,
     UnknownGroup,
@@ -43,6 +44,8 @@ _TEXTS: Final[tuple[tuple[str, str, type[EngineRefused]], ...]] = (
     ("/update_weights_from_distributed", "does not exist", UnknownGroup),
     ("/destroy_weights_update_group", "does not exist", UnknownGroup),
     ("/flush_cache", "", FlushRefused),
+    ("/generate", "longer than the model's context length", PromptTooLong),
+    ("/generate", "exceeds the model's maximum context length", PromptTooLong),
 )
 """Prefix of the route, part of the text, and error; the first match counts."""
 

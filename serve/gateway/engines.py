@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from headrace.buffer.breakdown import GATE
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
-from headrace.policies.errors import EngineDown, EngineError
-from headrace.serve.errors import InfraError, NoEngineOpen
+from headrace.policies.errors import EngineDown, EngineError, PromptTooLong
+from headrace.serve.errors import ContextExceeded, InfraError, NoEngineOpen
 from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
 from headrace.serve.observing import span_names
 
@@ -140,6 +140,7 @@ class EnginePool:
 
         Raises:
             NoEngineOpen: no engine was available in time.
+            ContextExceeded: the engine's own limit is below the session's.
             InfraError: engines failed the turn twice.
         """
         failures, avoid = 0, None
@@ -170,6 +171,12 @@ class EnginePool:
                 self.router.mark_down(engine_id, self._clock() + DOWN_S)
                 continue
             deadline = self._clock() + self._deadlines.gate_wait_s
+            if isinstance(outcome, PromptTooLong):
+                # Another engine of the same model refuses it too, and it is no failure of ours.
+                length = len(request.input_ids)
+                raise ContextExceeded(
+                    f"The engine refused {length} tokens.", "messages", tokens=length, limit=length - 1
+                )
             if isinstance(outcome, EngineError):
                 failures, avoid = failures + 1, engine_id
                 if failures > MAX_FAILURES:

@@ -295,7 +295,11 @@ class Turns:
                 raise
             rendered_s = self._clock()
             live.usage.add(RENDER, asked_s, rendered_s)
-            completion = await self._sample(live, turn_id, plan)
+            try:
+                completion = await self._sample(live, turn_id, plan)
+            except ContextExceeded:
+                live.exhaust(Exhausted.CONTEXT)
+                raise
             if completion is None:
                 return core.final_answer()
             live.usage.answered(turn_id, self._clock())

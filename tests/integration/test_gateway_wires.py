@@ -495,6 +495,17 @@ async def test_the_model_list_has_a_single_model_in_each_dialect(model_dir: Path
             assert (response.status, "unknown or closed" in await response.text()) == (400, True)
 
 
+@EVERY
+async def test_an_engine_s_own_limit_is_the_wire_s_context_error(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines(Fault.TOO_LONG)) as w:
+        client = await w.client(wire)
+        refused = await client.say("a prompt that the session would allow")
+        assert refused.status == 400
+        assert re.search("prompt is too long|maximum context length", refused.error["message"])
+        report = await w.finish()
+        assert (report.exhausted, report.failures, len(w.engines[0].requests)) == ("context", (), 1)
+
+
 async def test_each_model_name_is_described_in_each_dialect(model_dir: Path) -> None:
     async with world(model_dir) as w:
         base = await w.open()

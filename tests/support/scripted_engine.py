@@ -41,6 +41,8 @@ class Fault(StrEnum):
     """Nothing until it is aborted; then the first token and finish `abort`."""
     ABORT = "abort"
     """An abort of its own after one token."""
+    TOO_LONG = "too long"
+    """400, with SGLang's sentence for a prompt beyond its context."""
     GARBAGE = "garbage"
     """A body without ids."""
 
@@ -109,6 +111,9 @@ class ScriptedEngine:
         match answer:
             case Fault.ERROR:
                 return web.json_response({"error": {"message": "scripted"}}, status=500)
+            case Fault.TOO_LONG:
+                sentence = "The input (9 tokens) is longer than the model's context length (8 tokens)."
+                return web.json_response({"error": {"message": sentence}}, status=400)
             case Fault.GARBAGE:
                 return web.json_response({"text": "no ids"})
             case Fault.CUT:
