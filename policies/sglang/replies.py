@@ -61,6 +61,8 @@ def parse_completion(
                     version=read_version(span["version"], foreign_version),
                 )
                 for span in read(meta, "weight_versions", list)
+                # A version that was replaced before it sampled a token.
+                if span["start"] != span["end"]
             )
         else:
             label = read(meta, "weight_version", str) if foreign_version is None else foreign_version

@@ -64,6 +64,11 @@ def test_unknown_versions_get_the_nearest_older_one_with_one_warning(
     assert [text.split(" is ")[0] for text in said] == [f"SGLang {version}"]
 
 
+def test_versions_that_sampled_no_token_are_dropped() -> None:
+    spans = completion(("1.2", 0, 0), ("1.3", 0, 3), ("1.4", 3, 3), ("1.5", 3, 4), ("1.6", 4, 4)).spans
+    assert [(str(span.version), span.start, span.end) for span in spans] == [("1.3", 0, 3), ("1.5", 3, 4)]
+
+
 def test_a_dialect_without_spans_labels_the_whole_output_with_one_version() -> None:
     assert completion().spans == (VersionSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
     with pytest.raises(errors.EngineReplyInvalid, match="weight_version"):
