@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import orjson
@@ -15,11 +15,25 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineReplyInvalid
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 def wire_id(request_id: RequestId) -> str:
     """Return the id that is sent to the server. No other id begins with it, because SGLang aborts all requests whose id
     begins with the given one."""
     return f"{request_id}/"
+
+
+NEUTRAL: Final[Mapping[str, float]] = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""Sampling parameters at which the log-probabilities are those of the model. They are sent by value: a server started
+with `--preferred-sampling-params` has others for what a request leaves out."""
 
 
 def generate_body(request: GenerateRequest) -> dict[str, object]:
@@ -35,6 +49,7 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
+            **NEUTRAL,
             "stop": request.stop,
             "stop_token_ids": request.stop_token_ids,
         },

@@ -97,6 +97,10 @@ def test_all_tokens_are_stale_if_the_cache_is_from_another_version(cached_tokens
 def test_the_cache_namespace_is_sent_only_if_set() -> None:
     request = GenerateRequest(request_id=RequestId("r"), input_ids=(1,), max_new_tokens=1)
     assert "extra_key" not in generate_body(request)
+    sent = generate_body(request)["sampling_params"]
+    assert isinstance(sent, dict)
+    neutral = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0}
+    assert {name: sent[name] for name in neutral} == neutral, "a server may prefer others"
     assert generate_body(replace(request, cache_namespace="1.3"))["extra_key"] == "1.3"
 
 
