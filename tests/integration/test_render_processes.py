@@ -17,7 +17,7 @@ from headrace.serve.conversation import Role, say
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.dialects.parse_work import ParseWork, brackets_of
 from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken
-from headrace.serve.rendering.processes import SPARE_BYTES, RenderProcesses
+from headrace.serve.rendering.processes import SPARE_BYTES, RenderProcesses, _Process
 from headrace.serve.rendering.work import RendererCall, RenderWork
 from support.gateway_rig import renderer_of, until
 
@@ -49,13 +49,8 @@ def objects(count: int) -> ParseWork:
     return ParseWork(ChatCompletions().parse, b'{"messages": [' + b",".join([b"{}"] * count) + b"]}", {}, count)
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
-
-
-def busy(process: psutil.Process) -> bool:
-    """Return whether a process has computed for some time."""
-    return sum(process.cpu_times()[:2]) > 0.3 and process.status() == psutil.STATUS_RUNNING
+def memory_of(worker: _Process) -> int:
+    return int(psutil.Process(worker.process.pid).memory_info().rss)
 
 
 async def test_results_and_errors_are_those_of_the_renderer(model_dir: Path) -> None:
@@ -145,21 +140,21 @@ async def test_who_took_less_time_comes_first(model_dir: Path) -> None:
 async def test_memory_that_a_work_left_behind_is_given_back(model_dir: Path) -> None:
     async with processes(model_dir, number=1) as pool:
         await pool.run("a", render("go"))
-        [before] = children()
-        base = before.memory_info().rss
+        [before] = pool._idle
+        base = memory_of(before)
         with pytest.raises(BadRequest):
             await pool.run("a", objects(2_000_000))
         await pool.run("a", render("go"))
-        [after] = children()
-        assert after.memory_info().rss < base + SPARE_BYTES
+        [after] = pool._idle
+        assert memory_of(after) < base + SPARE_BYTES
 
 
 async def test_nobody_waits_for_a_work_at_the_end(model_dir: Path) -> None:
     pool = RenderProcesses(model_dir, token_kinds=False, processes=2, cpu_s=ENDLESS_S)
     await pool.run("a", render("go"))
     working = [asyncio.ensure_future(pool.run("a", objects(4_000_000))) for _ in range(3)]
-    await until(lambda: any(map(busy, children())))
-    pids = [child.pid for child in children()]
+    await until(lambda: bool(pool._running))
+    pids = [each.process.pid for each in (*pool._idle, *pool._running)]
     await pool.aclose()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     done, _ = await asyncio.wait(working)
