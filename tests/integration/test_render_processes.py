@@ -112,6 +112,7 @@ async def test_a_small_work_never_waits_for_large_ones(model_dir: Path) -> None:
             ended.append(owner)
 
         await asyncio.gather(work("warm", render("go")), work("warm", render("go")))
+        await until(lambda: len(pool._idle) == 2)
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
                 group.create_task(work("greedy", objects(1_000_000)))
