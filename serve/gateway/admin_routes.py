@@ -137,7 +137,8 @@ class AdminRoutes:
                     raise AdminDenied("This route needs Authorization: Bearer <admin token>.")
                 return await handler(request)
             except WireError as error:
-                failure = error
+                # As for agents: otherwise the body stays until the next collection.
+                failure = error.with_traceback(None)
             except Exception:
                 logger.exception("admin request %s failed", request.method)
                 failure = GatewayBroken("Internal error of the gateway; see its log.")

@@ -290,12 +290,8 @@ class Turns:
             try:
                 match, delta = await self._render(live, match, request)
                 plan = core.plan(match, request, delta, await self._kinds(live, match, request, delta))
-            except ContextExceeded:
-                live.exhaust(Exhausted.CONTEXT)
-                raise
-            rendered_s = self._clock()
-            live.usage.add(RENDER, asked_s, rendered_s)
-            try:
+                rendered_s = self._clock()
+                live.usage.add(RENDER, asked_s, rendered_s)
                 completion = await self._sample(live, turn_id, plan)
             except ContextExceeded:
                 live.exhaust(Exhausted.CONTEXT)
