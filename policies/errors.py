@@ -27,6 +27,7 @@ Invariant: nothing here imports torch, aiohttp or any other heavy library.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,6 +86,12 @@ class UnknownGroup(EngineRefused):
 
 class PromptTooLong(EngineRefused):
     """The prompt, or the prompt with the tokens to sample, is longer than the engine's context length."""
+
+    @property
+    def limit(self) -> int | None:
+        """The context length in tokens, if the engine's sentence names it."""
+        named = re.search(r"context length(?: of)? \(?(\d+)", self.message)
+        return int(named[1]) if named else None
 
 
 class FlushRefused(EngineRefused):

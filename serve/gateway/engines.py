@@ -174,9 +174,11 @@ class EnginePool:
             if isinstance(outcome, PromptTooLong):
                 # Another engine of the same model refuses it too, and it is no failure of ours.
                 length = len(request.input_ids)
-                raise ContextExceeded(
-                    f"The engine refused {length} tokens.", "messages", tokens=length, limit=length - 1
-                )
+                limit = outcome.limit or length - 1
+                if length <= limit:
+                    # The prompt alone would fit: the engine counts the tokens to sample too.
+                    length += request.max_new_tokens
+                raise ContextExceeded(f"The engine refused {length} tokens.", "messages", tokens=length, limit=limit)
             if isinstance(outcome, EngineError):
                 failures, avoid = failures + 1, engine_id
                 if failures > MAX_FAILURES:

@@ -89,7 +89,7 @@ def test_the_client_parses_recorded_completions(recorded: dict[str, Any], name: 
         ("tensors_without", errors.NoSession),
         ("disk_nowhere", errors.EngineRefused),
         ("destroy_unknown", errors.UnknownGroup),
-        ("long_prompt", errors.EngineRefused),
+        ("long_prompt", errors.PromptTooLong),
     ],
 )
 def test_recorded_refusals_raise_typed_errors(
@@ -97,6 +97,23 @@ def test_recorded_refusals_raise_typed_errors(
 ) -> None:
     assert recorded[name]["status"] == 400
     assert kind_of(recorded[name]) is kind
+
+
+def test_a_refused_prompt_names_the_limit(recorded: dict[str, Any]) -> None:
+    refused = refusal(400, "/generate", error_text(json.dumps(recorded["long_prompt"]["reply"]).encode()), "e")
+    assert isinstance(refused, errors.PromptTooLong)
+    assert refused.limit == 1024
+
+
+def test_a_refused_sum_of_prompt_and_new_tokens_names_the_limit() -> None:
+    """The sentence of SGLang's tokenizer manager for prompts that fit without the tokens to sample."""
+    sentence = (
+        "Requested token count exceeds the model's maximum context length of 2048 tokens. You requested a total of "
+        "2100 tokens: 100 tokens from the input messages and 2000 tokens for the completion."
+    )
+    refused = refusal(400, "/generate", sentence, "e")
+    assert isinstance(refused, errors.PromptTooLong)
+    assert refused.limit == 2048
 
 
 async def test_the_client_parses_recorded_server_information(recorded: dict[str, Any]) -> None:

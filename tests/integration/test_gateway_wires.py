@@ -501,7 +501,7 @@ async def test_an_engine_s_own_limit_is_the_wire_s_context_error(model_dir: Path
         client = await w.client(wire)
         refused = await client.say("a prompt that the session would allow")
         assert refused.status == 400
-        assert re.search("prompt is too long|maximum context length", refused.error["message"])
+        assert re.search("prompt is too long: .* 8 maximum|context length is 8 tokens", refused.error["message"])
         report = await w.finish()
         assert (report.exhausted, report.failures, len(w.engines[0].requests)) == ("context", (), 1)
 
