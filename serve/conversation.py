@@ -171,7 +171,8 @@ class TurnRequest:
     message is the policy's, has no calls and follows a message of another role: the policy continues it. Without
     `separates_reasoning`, the answer is one text as it was sampled, reasoning and call markup included. The agent's
     sampling parameters are omitted on purpose: the session's own parameters apply. `sampling` is a digest of them: who
-    changes one wants another answer."""
+    changes one wants another answer. `client` is the User-Agent of the program that sends the request; `keeps_order`
+    says whether its API keeps the order of text and calls in a message."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -185,6 +186,8 @@ class TurnRequest:
     agent: str = ""
     purpose: Purpose = Purpose.TURN
     sampling: str = ""
+    client: str = ""
+    keeps_order: bool = True
 
     @property
     def characters(self) -> int:

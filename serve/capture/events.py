@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.token_kinds import KindRuns
     from headrace.buffer.types import VersionSpan
-    from headrace.serve.capture.matching import Drift
+    from headrace.serve.capture.echoes import Drift
     from headrace.serve.rendering.render import TokenIds
 
 

@@ -28,6 +28,7 @@ import orjson
 
 from headrace.buffer.types import VersionSpan
 from headrace.sandboxes.private_folders import make_missing
+from headrace.serve.capture.echoes import Drift
 from headrace.serve.capture.events import (
     Accepted,
     Delivered,
@@ -40,7 +41,6 @@ from headrace.serve.capture.events import (
     Spent,
     Status,
 )
-from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken

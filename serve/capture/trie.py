@@ -8,7 +8,7 @@ Invariants:
   text that the agent inserted into the turn's message.
 - A stop token that ended a turn stays in the row when the turn is resumed: the policy sampled it.
 - Nodes are numbered in the order in which their turns were recorded, and are never removed.
-- Text is not stored: messages are identified by their digests (matching.py).
+- Text is not stored: messages are identified by their digests (matching.py, echoes.py).
 - Parents own their children, which hold weak references to them, so that an unused forest is freed immediately, without
   garbage collection. Code that holds a node must also hold its Trie.
 """
@@ -21,19 +21,15 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.serve.capture.echoes import Drift, KnownChanges, Served, Words, changes_of, digest
 from headrace.serve.capture.events import Origin, Recorded, Status
 from headrace.serve.capture.matching import (
-    Drift,
-    Frame,
-    Served,
-    covers,
-    digest,
+    PartsDigest,
     head_digest,
     in_order_of,
     message_parts,
     opened_part,
-    plain_digest,
-    without_echoes_of,
+    split_echo,
 )
 from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, TurnAnswer, TurnRequest, ending_of
 
@@ -51,13 +47,13 @@ NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
     """Rendered ids. `parts` are the digests of the messages, the last of which is open if `opened`, the number of its
-    characters, is not None; `frame` is the same for all parts that `covers` treats as equal to the closed ones. A node
-    that `resumes` its parent has no other part. `length` counts the ids from the root to the end of the node. `kinds`
+    characters, is not None; `closed` is the digest of the other parts. A node that `resumes` its parent has no other
+    part. `length` counts the ids from the root to the end of the node. `kinds`
     are those of `ids`, None if they are not known."""
 
     above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
-    frame: bytes
+    closed: bytes
     ids: TokenIds
     origin: Origin
     length: int
@@ -89,7 +85,6 @@ class SampledNode:
     logprobs: array[float]
     spans: tuple[VersionSpan, ...]
     served: Served
-    plain: bytes
     calls: tuple[ToolCall, ...]
     options: str
     answer: TurnAnswer | None
@@ -127,7 +122,7 @@ class SampledNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Echo:
-    """A request's assistant message that repeats a turn of this session."""
+    """A request's assistant message that repeats a turn of this session, or stands in its place."""
 
     node: SampledNode
     drift: Drift
@@ -166,16 +161,16 @@ class Trie:
     def match(self, request: TurnRequest, *, untrained: bool) -> Match:
         """Follow the request down the forest as deep as it matches. Does not change the forest."""
         head = head_digest(request.tools, request.agent)
-        walk = _Walk(self, head)
+        walk = _Walk(self, head, changes_of(request.client), keeps_order=request.keeps_order)
         walk.run(request.messages[:-1] if request.continues else request.messages)
         quoted = []
         for message in walk.rest:
             # Turns that are not on the path of the request: its history was edited, or summarised.
             if message.role is Role.ASSISTANT:
-                echo = Served.of(message.blocks)
-                node = self.node_of(message) or self._by_words.get(echo.exact)
+                words = Words(message.blocks)
+                node = self.node_of(message) or self._by_words.get(words.exact)
                 if node is not None:
-                    quoted.append(Echo(node, node.served.drift_to(echo)))
+                    quoted.append(Echo(node, walk.drift(node, words)))
         if request.continues:
             walk.open(request.messages[-1])
         opened = len(walk.rest[-1].text) if request.continues else None
@@ -257,7 +252,7 @@ class Trie:
             prompt = PromptNode(
                 above=weakref.ref(parent) if parent else None,
                 parts=event.parts,
-                frame=Frame(event.parts if event.opened is None else event.parts[:-1]).digest(),
+                closed=PartsDigest(event.parts if event.opened is None else event.parts[:-1]).digest(),
                 ids=event.delta,
                 origin=event.origin,
                 length=(parent.length if parent else 0) + len(event.delta),
@@ -278,7 +273,6 @@ class Trie:
             logprobs=array("f", event.logprobs),
             spans=event.spans,
             served=served,
-            plain=plain_digest(answer.blocks),
             calls=answer.calls,
             options=event.options,
             answer=None if event.status.is_partial else answer,
@@ -341,6 +335,8 @@ class _Walk:
 
     trie: Trie
     head: bytes
+    changes: KnownChanges | None
+    keeps_order: bool
     parent: SampledNode | None = None
     rest: tuple[Message, ...] = ()
     resumes: bool = False
@@ -353,26 +349,25 @@ class _Walk:
             # One sampled turn deeper: the longest known segment that an echo follows.
             below = self.parent.children if self.parent else self.trie.roots
             segment = _Segment(() if self.parent else (self.head,), below)
-            best: tuple[int, Echo] | None = None
+            best: tuple[Echo, tuple[Message, ...]] | None = None
             self.rewritten = []
             for index, message in enumerate(self.rest):
                 if segment.is_past:
                     break
                 if message.role is Role.ASSISTANT and (prompts := segment.prompts()):
-                    last, echo = self._echo_at(index, prompts)
-                    best = (last, echo) if echo else best
-                    if echo is None and (candidates := _answers(prompts)):
-                        drift = candidates[0].served.drift_to(Served.of(message.blocks))
-                        self.rewritten.append(Echo(candidates[0], drift))
+                    found = self._echo_at(index, prompts)
+                    best = found or best
+                    if found is None and (candidates := _answers(prompts)):
+                        named = self.trie.node_of(message)
+                        replaced = named if named is not None and named in candidates else candidates[0]
+                        self.rewritten.append(Echo(replaced, Drift.EDITED))
                 segment.add(message)
             if best is None:
                 return
-            end, found = best
-            self.parent = found.node
-            self.echoes.append(found)
-            shown = {call.id for message in self.rest[: end + 1] for call in message.calls}
-            after = without_echoes_of(found.node.served.call_ids - shown, self.rest[end + 1 :])
-            self.rest = in_order_of(found.node.calls, after)
+            echo, after = best
+            self.parent = echo.node
+            self.echoes.append(echo)
+            self.rest = in_order_of(echo.node.calls, after)
 
     def open(self, message: Message) -> None:
         """Go on within the last message, which the policy is to continue: to the deepest turn with whose text, and with
@@ -399,33 +394,55 @@ class _Walk:
             return
         self.rest = (*self.rest, message)
         if candidates := _answers(prompts):
-            self.rewritten.append(Echo(candidates[0], Drift.TEXT))
+            self.rewritten.append(Echo(candidates[0], Drift.EDITED))
 
-    def _echo_at(self, index: int, prompts: Sequence[PromptNode]) -> tuple[int, Echo | None]:
-        """Return the index of the last message of the echo that begins at `index`, and the echo, if there is one. (Some
-        agents split a turn into several messages.)"""
+    def drift(self, node: SampledNode, words: Words) -> Drift:
+        return node.served.drift_of(words, self.changes, ordered=self.keeps_order)
+
+    def _echo_at(self, index: int, prompts: Sequence[PromptNode]) -> tuple[Echo, tuple[Message, ...]] | None:
+        """Return the echo that begins with the message at `index`, and the messages after it; None if the message
+        repeats no turn after these prompts."""
         message, candidates = self.rest[index], _answers(prompts)
         run = list(takewhile(lambda one: one.role is Role.ASSISTANT, islice(self.rest, index, None)))
         if len(run) > 1:
+            # Some agents split a turn into several messages.
             whole = Message(Role.ASSISTANT, tuple(block for one in run for block in one.blocks))
-            if echo := _by_words(whole, candidates):
-                return index + len(run) - 1, echo
+            if echo := self._same(whole, candidates):
+                return echo, self.rest[index + len(run) :]
         named = self.trie.node_of(message)
         if named is not None and named in candidates:
-            return index, Echo(named, named.served.drift_to(Served.of(message.blocks)))
-        if echo := _by_words(message, candidates):
-            return index, echo
-        # A message in several pieces: text of the agent's and turns that resumed one another.
-        text, names = message.text, tuple(call.name for call in message.calls)
+            missing = named.served.call_ids - {call.id for call in message.calls}
+            whole, after = split_echo(missing, self.rest[index:])
+            if len(whole.blocks) > len(message.blocks) and (echo := self._same(whole, [named])):
+                return echo, after
+        echo = self._same(message, candidates) or self._last_piece(message, prompts)
+        return None if echo is None else (echo, self.rest[index + 1 :])
+
+    def _same(self, message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
+        """Return the echo of one of these turns that a message is. Among turns with equal words, the one that an id
+        names comes first, then one with the same reasoning, then the latest."""
+        words = Words(message.blocks)
+        fits = [node for node in candidates if node.served.exact == words.exact]
+        fits = fits or [node for node in candidates if self.drift(node, words) is not Drift.EDITED]
+        if len(fits) > 1:
+            named, reasoning = self.trie.node_of(message), words.reasoning
+            fits.sort(key=lambda node: (node is not named, node.served.reasoning != reasoning))
+        return Echo(fits[0], self.drift(fits[0], words)) if fits else None
+
+    def _last_piece(self, message: Message, prompts: Sequence[PromptNode]) -> Echo | None:
+        """Return the echo of the last turn of a message in several pieces: text of the agent's and turns that resumed
+        one another."""
+        text, words = message.text, Words(message.blocks)
         ends = [
             node
             for node, start, *_ in _pieces(text, prompts)
-            if digest(text[start:]) in (node.served.text, node.said) and node.served.names == names
+            if node.parent.opened is not None
+            and node.served.values == words.values
+            and digest(text[start:]) in (node.served.text, node.said)
         ]
-        last = max(ends, key=lambda node: node.number, default=None)
-        if named is not None and named.opening_turn.parent in prompts:
-            return index, Echo(named, Drift.NONE if named is last else Drift.TEXT)
-        return index, Echo(last, Drift.NONE) if last and not names else None
+        named = self.trie.node_of(message)
+        last = max(ends, key=lambda node: (node is named, node.number), default=None)
+        return None if last is None else Echo(last, Drift.NONE)
 
 
 def _answers(prompts: Sequence[PromptNode]) -> list[SampledNode]:
@@ -460,47 +477,34 @@ def _pieces(text: str, prompts: Iterable[PromptNode]) -> Iterator[tuple[SampledN
                 waiting += [(child, end) for child in node.children if child.resumes]
 
 
-def _by_words(message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
-    echo = Served.of(message.blocks)
-    for node in candidates:
-        if node.served.exact == echo.exact:
-            return Echo(node, Drift.NONE)
-    plain = plain_digest(message.blocks)
-    for node in candidates:
-        if node.plain == plain:
-            return Echo(node, node.served.drift_to(echo))
-    return None
-
-
 class _Segment:
     """Messages since the last known turn, added one by one, and the prompts that match them. The cost per message does
     not grow with the number of prompts, since agents that edit their history have hundreds of them."""
 
     def __init__(self, prefix: tuple[bytes, ...], prompts: Sequence[PromptNode]) -> None:
-        self._parts = list(prefix)
-        self._frame = Frame(prefix)
+        self._length = len(prefix)
+        self._digest = PartsDigest(prefix)
         self._prompts: dict[bytes, list[PromptNode]] = {}
         self._longest = -1
         for prompt in prompts:
             # A prompt that resumes a turn belongs to the turn's own message.
             if prompt.children and not prompt.resumes and prompt.closed_parts[: len(prefix)] == prefix:
-                self._prompts.setdefault(prompt.frame, []).append(prompt)
+                self._prompts.setdefault(prompt.closed, []).append(prompt)
                 self._longest = max(self._longest, len(prompt.closed_parts))
 
     @property
     def is_past(self) -> bool:
         """True when the segment is longer than every prompt."""
-        return len(self._parts) > self._longest
+        return self._length > self._longest
 
     def add(self, message: Message) -> None:
         parts = message_parts(message)
-        self._parts += parts
-        self._frame.add(parts)
+        self._length += len(parts)
+        self._digest.add(parts)
 
     def prompts(self) -> list[PromptNode]:
         """Return the prompts with these messages, some of which also open a message of the policy's."""
-        known = self._prompts.get(self._frame.digest(), ())
-        return [prompt for prompt in known if covers(prompt.closed_parts, self._parts)]
+        return self._prompts.get(self._digest.digest(), [])
 
 
 def _parts_of(

@@ -168,6 +168,7 @@ def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireReq
         stop=fields.stop_strings(document, "stop_sequences"),
         model=model,
         sampling=fields.sampling_digest(document),
+        client=fields.client(headers),
         agent=fields.header(headers, AGENT_HEADER)[: fields.MAX_AGENT_CHARACTERS],
     )
     return WireRequest(turn=turn, stream=fields.boolean(document, "stream"), model=model or fields.DEFAULT_MODEL)

@@ -88,6 +88,8 @@ class ChatCompletions:
             continues=continues,
             model=model,
             sampling=fields.sampling_digest(document),
+            client=fields.client(headers),
+            keeps_order=False,
         )
         return WireRequest(
             turn=turn,

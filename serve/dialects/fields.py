@@ -25,6 +25,7 @@ JsonObject: TypeAlias = "dict[str, Any]"
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_AGENT_CHARACTERS = 256
+MAX_CLIENT_CHARACTERS = 256
 DEFAULT_MODEL = "policy"
 MAX_MESSAGES = 4096
 MAX_PARTS = 16_384
@@ -310,6 +311,11 @@ def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -
     if whole[-1].role is Role.ASSISTANT and not prefill:
         raise BadRequest("The last message must not be the assistant's: an answer cannot be prefilled.", where)
     return tuple(whole)
+
+
+def client(headers: Mapping[str, str]) -> str:
+    """Return the name and version of the program that sends a request, by its User-Agent."""
+    return header(headers, "user-agent")[:MAX_CLIENT_CHARACTERS]
 
 
 def header(headers: Mapping[str, str], name: str) -> str:

@@ -86,6 +86,7 @@ class Responses:
             max_tokens=fields.max_tokens(document, "max_output_tokens"),
             model=model,
             sampling=fields.sampling_digest(document),
+            client=fields.client(headers),
             agent=agent,
             purpose=purpose,
         )

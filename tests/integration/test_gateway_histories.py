@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.serve.capture.session import Budgets
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
 from support.scripted_engine import Ask, Fault, Parts, check_exact
 
@@ -41,6 +42,9 @@ def is_one_conversation(w: World) -> bool:
         after.prompt_ids[: len(before.prompt_ids + before.output_ids)] == before.prompt_ids + before.output_ids
         for before, after in pairwise(sampled)
     )
+
+
+CLAUDE_CODE = "claude-cli/2.1.281 (external, cli)"
 
 
 # Echoes that are not what was served.
@@ -100,6 +104,7 @@ async def test_no_token_is_lost_when_an_echo_is_rewritten(model_dir: Path, kind:
     said, rewrite = REWRITTEN[kind]
     async with world(model_dir, Lines(said, said, "Done.")) as w:
         client = await w.client(ANTHROPIC, stream=stream, tools=TOOLS)
+        client.headers["User-Agent"] = CLAUDE_CODE
         reply = await client.say("mend it")
         for _ in range(2):
             client.history[-1]["content"] = rewrite(copy.deepcopy(client.history[-1]["content"]))
@@ -211,6 +216,64 @@ async def test_reasoning_tokens_are_kept_whatever_the_client_echoes(
         await finished(w)
 
 
+# Edits under the ids of the calls that were served.
+
+
+def change_calls(history: list[Any], change: Callable[[str, dict[str, Any]], tuple[str, dict[str, Any]]]) -> None:
+    """Change the name and the arguments of each call in a history of any of the APIs; ids stay."""
+    for item in history:
+        blocks = [item, *(item["content"] if isinstance(item.get("content"), list) else ())]
+        for one in [*blocks, *(call["function"] for call in item.get("tool_calls") or ())]:
+            if one.get("type") == "tool_use":
+                one["name"], one["input"] = change(one["name"], one["input"])
+            elif "arguments" in one:
+                name, given = change(one["name"], json.loads(one["arguments"]))
+                one |= {"name": name, "arguments": json.dumps(given)}
+
+
+def made_harmless(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "edit", {"command": "read calc.py"}
+
+
+@EVERY
+@pytest.mark.parametrize("client_name", ["", CLAUDE_CODE], ids=["unknown program", "known program"])
+async def test_the_engine_sees_the_call_that_the_agent_sends(model_dir: Path, wire: Wire, client_name: str) -> None:
+    async with world(model_dir, Lines(call_text("bash", command="rm -rf ."), "Done.", "Bye.")) as w:
+        client = await w.client(wire, tools=TOOLS)
+        client.headers["User-Agent"] = client_name
+        reply = await client.say("go")
+        change_calls(client.history, made_harmless)
+        await client.give((reply.calls[0][0], "the text"))
+        await client.say("on")
+        for turn in w.engines[0].sampled[1:]:
+            assert ("read calc.py" in turn.prompt, "rm -rf" in turn.prompt) == (True, False)
+        report = await finished(w, lineages=2)
+        assert (report.drift, report.trained_tokens) == ({"edited": 1}, report.sampled_tokens)
+
+
+def trimmed(name: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return name, {"command": "(trimmed)"}
+
+
+@EVERY
+async def test_an_agent_leaves_a_full_context_by_trimming_an_old_call(model_dir: Path, wire: Wire) -> None:
+    long = call_text("bash", command="word " * 400)
+    async with world(model_dir, Lines(long, long, "Done.")) as w:
+        await (await w.client(wire, tools=TOOLS, session_id="measured")).say("go")
+        [measured] = w.engines[0].sampled
+        full = len(measured.prompt_ids) + len(measured.output_ids) + 100
+        client = await w.client(wire, tools=TOOLS, spec={"budgets": Budgets(max_context_tokens=full)})
+        reply = await client.say("go")
+        assert reply.calls, "the first turn fits"
+        refused = await client.give((reply.calls[0][0], "word " * 150))
+        assert refused.status == 400
+        change_calls(client.history, trimmed)
+        assert (await client.send(client.body())).text == "Done."
+        assert w.engines[0].sampled[-1].prompt.count("word") == 150
+        w.engines[0].sampled.remove(measured)
+        await finished(w, lineages=2)
+
+
 # Calls and results.
 
 THREE = "\n".join(call_text("bash", command=str(number)) for number in range(3))
@@ -252,19 +315,21 @@ async def test_parallel_calls_keep_their_order_and_ids_whatever_the_order_of_the
 
 @EVERY
 @pytest.mark.parametrize("dropped", [0, 1, 2])
-async def test_parallel_calls_with_missing_results_are_matched(model_dir: Path, wire: Wire, dropped: int) -> None:
+async def test_a_dropped_result_is_not_in_the_prompt(model_dir: Path, wire: Wire, dropped: int) -> None:
     async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
         client = await w.client(wire, tools=TOOLS)
         ids = [call_id for call_id, _, _ in (await client.say("go")).calls]
         before = len(client.history)
-        given = [(ids[0], "zero"), (ids[1], "one"), (ids[2], "two")]
+        given = [(ids[0], "north"), (ids[1], "east"), (ids[2], "south")]
         await client.give(*given)
         # A later request has left one out: pruned to save context.
         left = [pair for index, pair in enumerate(given) if index != dropped]
         client.history[before : before + len(wire.results(*given))] = wire.results(*left)
         await client.say("on")
-        assert is_one_conversation(w)
-        await finished(w)
+        prompt = w.engines[0].sampled[2].prompt
+        shown = [text for text in ("north", "east", "south") if text in prompt]
+        assert shown == [text for _, text in left]
+        await finished(w, lineages=2)
 
 
 async def test_parallel_calls_echoed_as_several_messages_are_matched_as_one_turn(model_dir: Path) -> None:

@@ -17,7 +17,7 @@ from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.events import Delivered, Replayed
 from headrace.serve.capture.rows import Masked, SessionReport, report_of
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, ToolSpec, TurnAnswer, say
 from headrace.serve.gateway import codec
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
@@ -67,8 +67,11 @@ def check(played: Rig) -> SessionReport:
     return report
 
 
+CLAUDE_CODE = "claude-cli/2.1.281 (external, cli)"
+
+
 def rewritten(draw: st.DrawFn, call: ToolCall) -> ToolCall:
-    """The same call as agents write it back: keys moved, defaults added, types coerced, blanks trimmed."""
+    """The same call as Claude Code writes it back: keys moved, defaults added, types coerced, line ends trimmed."""
     given: dict[str, Any] = json.loads(call.arguments)
     kinds = draw(st.sets(st.sampled_from(["order", "default", "types", "blanks", "compact"])))
     if "order" in kinds:
@@ -76,17 +79,16 @@ def rewritten(draw: st.DrawFn, call: ToolCall) -> ToolCall:
     if "default" in kinds:
         given["replace_all"] = False
     if "types" in kinds:
-        given = {key: str(value) if isinstance(value, int) else value for key, value in given.items()}
+        given = {key: json.dumps(value) if isinstance(value, int) else value for key, value in given.items()}
     if "blanks" in kinds:
-        given = {key: value.strip() if isinstance(value, str) else value for key, value in given.items()}
+        given = {key: value.rstrip(" \t") if isinstance(value, str) else value for key, value in given.items()}
     separators = (",", ":") if "compact" in kinds else None
     return ToolCall(call.id, call.name, json.dumps(given, separators=separators, ensure_ascii="compact" in kinds))
 
 
 @st.composite
 def echoes(draw: st.DrawFn, answer: TurnAnswer) -> Message:
-    """The answer as some agent sends it back: anything may change but the ids of its calls, and words where there are
-    no calls."""
+    """The answer as Claude Code sends it back, with and without its changes."""
     blocks: list[Any] = []
     has_calls = any(isinstance(block, ToolCall) for block in answer.blocks)
     for block in answer.blocks:
@@ -96,7 +98,7 @@ def echoes(draw: st.DrawFn, answer: TurnAnswer) -> Message:
         elif isinstance(block, ToolCall):
             blocks.append(rewritten(draw, block))
         elif block.text.strip() or not draw(st.booleans()):
-            blocks.append(Text(block.text.strip() if has_calls and draw(st.booleans()) else block.text))
+            blocks.append(block)
     if has_calls and draw(st.booleans()):
         blocks.sort(key=lambda block: isinstance(block, ToolCall))
     return Message(Role.ASSISTANT, tuple(blocks))
@@ -122,7 +124,7 @@ def test_a_mutated_echo_never_loses_a_token_or_splits_a_lineage(data: st.DataObj
     history: tuple[Message, ...] = (say(Role.SYSTEM, "s"), user("task"))
     for number in range(data.draw(st.integers(1, 6))):
         text, finish = data.draw(SAMPLED)
-        answer = played.turn(asks(*history, tools=TOOLS), f"{number} {text}", finish=finish)
+        answer = played.turn(asks(*history, tools=TOOLS, client=CLAUDE_CODE), f"{number} {text}", finish=finish)
         # Every request sends the whole history again; what differs from last time is the last echo.
         history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
     for (prompt, output), (after, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
@@ -152,7 +154,7 @@ def test_a_mutated_echo_loses_no_token_under_any_model_familys_template(
     history: tuple[Message, ...] = (say(Role.SYSTEM, "s"), user("task"))
     for number in range(data.draw(st.integers(1, 4))):
         text, finish = data.draw(SAMPLED)
-        answer = played.turn(asks(*history, tools=TOOLS), f"{number} {text}", finish=finish)
+        answer = played.turn(asks(*history, tools=TOOLS, client=CLAUDE_CODE), f"{number} {text}", finish=finish)
         history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
     for (prompt, output), (after, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
         assert after[: len(prompt) + len(output)] == prompt + output
@@ -173,7 +175,7 @@ def test_token_counts_add_up_after_any_change_to_the_history(data: st.DataObject
         agent = "child" if kind == "agent" else ""
         if kind == "edited":
             history = (user(f"edited {number}"), *history[1:])
-        request = asks(*history, tools=() if kind == "side" else TOOLS, agent=agent)
+        request = asks(*history, tools=() if kind == "side" else TOOLS, agent=agent, client=CLAUDE_CODE)
         text, finish = data.draw(SAMPLED)
         if kind == "cut":
             ids = [*f"{number} {text}".encode()]
@@ -198,7 +200,7 @@ def test_a_repeated_request_gets_the_same_tokens_as_long_as_its_answer_may_have_
     played = rig()
     history: tuple[Message, ...] = (user("task"),)
     for number in range(data.draw(st.integers(1, 4))):
-        request = asks(*history, tools=TOOLS)
+        request = asks(*history, tools=TOOLS, client=CLAUDE_CODE)
         text, finish = data.draw(SAMPLED)
         is_sent = data.draw(st.booleans())
         answer = played.turn(request, f"{number} {text}", finish=finish, deliver=is_sent)

@@ -240,10 +240,16 @@ def dropped_reasoning(answer: TurnAnswer) -> Message:
     return Message(Role.ASSISTANT, tuple(block for block in answer.blocks if not isinstance(block, Reasoning)))
 
 
-def rewritten_arguments(answer: TurnAnswer) -> Message:
+def respelled(answer: TurnAnswer) -> Message:
+    return with_arguments(answer, '{"n":1,"command":"ls -l"}')
+
+
+def with_arguments(answer: TurnAnswer, arguments: str, *, own_ids: bool = False) -> Message:
     blocks = [
-        ToolCall(block.id, block.name, '{"description":"x", "command":"ls"}') if isinstance(block, ToolCall) else block
-        for block in answer.blocks
+        ToolCall(f"own{index}" if own_ids else block.id, block.name, arguments)
+        if isinstance(block, ToolCall)
+        else block
+        for index, block in enumerate(answer.blocks)
     ]
     return Message(Role.ASSISTANT, tuple(blocks))
 
@@ -257,37 +263,106 @@ def dropped_text(answer: TurnAnswer) -> Message:
 
 
 def other_ids(answer: TurnAnswer) -> Message:
-    blocks = [
-        ToolCall(f"own{index}", block.name, '{"command": "ls -l ", "replace_all": false}')
-        if isinstance(block, ToolCall)
-        else block
-        for index, block in enumerate(answer.blocks)
-    ]
-    return Message(Role.ASSISTANT, tuple(blocks))
+    return with_arguments(answer, '{"command": "ls -l", "n": 1.0}', own_ids=True)
 
 
-@pytest.mark.parametrize("mutate", [dropped_reasoning, rewritten_arguments, moved_text, dropped_text, other_ids])
-def test_a_mutated_echo_matches_its_turn_and_loses_no_token(mutate: Any) -> None:
+def defaulted(answer: TurnAnswer) -> Message:
+    return with_arguments(answer, '{"command": "ls -l", "n": "1", "replace_all": false}')
+
+
+def shortened(answer: TurnAnswer) -> Message:
+    return with_arguments(answer, '{"command": "ls"}')
+
+
+def renamed(answer: TurnAnswer) -> Message:
+    return Message(Role.ASSISTANT, tuple(ToolCall(one.id, "read", one.arguments) for one in answer.calls))
+
+
+CLAUDE_CODE = "claude-cli/2.1.281 (external, cli)"
+
+
+def play_echo(mutate: Any, client: str, *, keeps_order: bool = True) -> SessionReport:
+    """Play a turn and one that continues it after its echo was changed; check that the second prompt goes on from the
+    sampled ids if there is one row, and has the words that the agent sent if there are two."""
     played = rig()
-    output = "THINK hm\n" + call("bash", command="ls -l") + "after\n"
+    output = "THINK hm\n" + call("bash", command="ls -l", n=1) + "after\n"
     answer = played.turn(asks(user("a"), tools=TOOLS), output)
     echoed = mutate(answer)
-    calls = echoed.calls
-    played.turn(asks(user("a"), echoed, results((calls[0].id, "out")), tools=TOOLS), "done")
-    assert played.prompts[1][: len(played.prompts[0]) + len(played.outputs[0])] == played.prompts[0] + played.outputs[0]
+    shown = results((echoed.calls[0].id, "out"))
+    asked = asks(user("a"), echoed, shown, tools=TOOLS, client=client, keeps_order=keeps_order)
+    played.turn(asked, "done")
+    first = played.prompts[0] + played.outputs[0]
     report = check(report_of(played.core))
-    assert (len(report.lineages), report.masked) == (1, {})
+    assert report.masked == {}
+    assert (played.prompts[1][: len(first)] == first) == (len(report.lineages) == 1)
+    if len(report.lineages) == 2:
+        said = bytes(item for item in played.prompts[1] if item < 256).decode()
+        [called] = echoed.calls
+        assert said.count("CALL") == said.count(f"CALL {called.name} {called.arguments}") == 1
+    return report
 
 
-def test_trimmed_or_rewrapped_text_is_matched_by_its_words() -> None:
+@pytest.mark.parametrize(
+    ("mutate", "drift"),
+    [(dropped_reasoning, {}), (respelled, {"spelling": 1}), (other_ids, {"calls": 1})],
+)
+def test_an_echo_with_equal_values_matches_its_turn_from_any_program(mutate: Any, drift: dict[str, int]) -> None:
+    report = play_echo(mutate, "a program in no table")
+    assert (len(report.lineages), report.drift) == (1, drift)
+
+
+@pytest.mark.parametrize(("mutate", "drift"), [(defaulted, {"arguments": 1}), (moved_text, {"order": 1})])
+def test_a_known_change_is_an_echo_from_its_program_and_an_edit_from_any_other(mutate: Any, drift: Any) -> None:
+    assert play_echo(mutate, CLAUDE_CODE).drift == drift
+    report = play_echo(mutate, "a program in no table")
+    assert (len(report.lineages), report.drift) == (2, {"edited": 1})
+
+
+def test_text_before_calls_is_an_echo_where_the_api_has_no_other_order() -> None:
+    report = play_echo(moved_text, "a program in no table", keeps_order=False)
+    assert (len(report.lineages), report.drift) == (1, {"order": 1})
+
+
+@pytest.mark.parametrize("client", ["", CLAUDE_CODE])
+@pytest.mark.parametrize("mutate", [shortened, renamed, dropped_text])
+def test_an_edit_under_a_kept_id_is_shown_as_it_is(mutate: Any, client: str) -> None:
+    report = play_echo(mutate, client)
+    assert (len(report.lineages), report.drift) == (2, {"edited": 1})
+
+
+def test_trimmed_text_is_an_edit() -> None:
     played = rig()
     played.turn(asks(user("a")), "  one\n two ")
     played.turn(asks(user("a"), say(Role.ASSISTANT, "one two"), user("b")), "c")
     report = check(report_of(played.core))
-    assert (len(report.lineages), report.drift) == (1, {"text": 1})
+    assert (len(report.lineages), report.drift, report.masked) == (2, {"edited": 1}, {})
 
 
-def test_parallel_results_match_when_reordered_duplicated_or_missing() -> None:
+def test_of_two_turns_with_equal_words_the_one_with_the_same_reasoning_is_continued() -> None:
+    played = rig()
+    twins = [played.turn(asks(user("a")), f"THINK {why}\nYes.\n") for why in ("one", "two")]
+    for answer in twins:
+        reasoning = Reasoning(answer.blocks[0].text)  # type: ignore[union-attr]
+        echoed = Message(Role.ASSISTANT, (reasoning, *answer.blocks[1:]))
+        played.turn(asks(user("a"), echoed, user("b")), "on")
+    for prompt, output, after in zip(played.prompts[:2], played.outputs[:2], played.prompts[2:], strict=True):
+        assert after[: len(prompt) + len(output)] == prompt + output
+
+
+def test_a_dropped_result_is_not_shown() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
+    one, two = (block.id for block in first.blocks if isinstance(block, ToolCall))
+    shown = (user("a"), echo(first))
+    second = played.turn(asks(*shown, results((one, "x"), (two, "dropped")), tools=TOOLS), "done")
+    played.turn(asks(*shown, results((one, "x")), echo(second), user("on"), tools=TOOLS), "on")
+    assert bytes(item for item in played.prompts[1] if item < 256).count(b"dropped") == 1
+    assert bytes(item for item in played.prompts[2] if item < 256).count(b"dropped") == 0
+    report = check(report_of(played.core))
+    assert (len(report.lineages), report.masked) == (2, {})
+
+
+def test_parallel_results_match_when_reordered_or_duplicated() -> None:
     played = rig()
     first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
     one, two = (block.id for block in first.blocks if isinstance(block, ToolCall))
@@ -297,7 +372,6 @@ def test_parallel_results_match_when_reordered_duplicated_or_missing() -> None:
     history = [
         results((one, "x"), (two, "y")),
         results((one, "x"), (two, "y"), (one, "x")),
-        results((two, "y")),
     ]
     for number, shape in enumerate(history):
         request = asks(*shown, shape, echo(second), results((third, f"z{number}")), tools=TOOLS)

@@ -133,7 +133,7 @@ def test_a_turn_that_was_rewritten_in_place_is_not_abandoned(rewrite: Any, depth
     played.turn(asks(*history, tools=TOOLS), "Done.")
     report = check(played)
     assert (report.masked, len(report.lineages)) == ({}, 2)
-    assert report.drift == {"calls": 1}
+    assert report.drift == {"edited": 1}
     assert bytes(item for item in played.prompts[-1] if item < 256).count(b"CALL") == 0, "it is what the agent says"
 
 
@@ -170,7 +170,7 @@ def test_drift_in_a_turn_that_is_quoted_twice_counts_once() -> None:
     changed = Message(Role.ASSISTANT, (ToolCall(calls_of(answer)[0].id, "bash", "{}"),))
     quoted = (changed, result_of(answer, "x"))
     played.turn(asks(user("other"), *quoted, *quoted, tools=TOOLS), "done")
-    assert check(played).drift == {"arguments": 1}
+    assert check(played).drift == {"edited": 1}
 
 
 def test_all_results_without_ids_are_rendered() -> None:
@@ -232,7 +232,7 @@ def test_rewritten_turns_are_matched_after_a_fabricated_one() -> None:
         answer = played.turn(asks(*history), "A long answer of many words.")
         history += (cut_short(answer), user("on"))
     report = check(played)
-    assert (report.masked, len(report.lineages), report.drift) == ({}, 3, {"text": 2})
+    assert (report.masked, len(report.lineages), report.drift) == ({}, 3, {"edited": 2})
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
