@@ -102,8 +102,9 @@ def place_of(part: str) -> tuple[int, str]:
 class Breakdown:
     """Breakdown of an attempt, on its worker's clock. `wall_s` is the time from its start on the worker to its offer,
     `parts_s` are seconds by part. `labels` by name, where known: `image`, `sandbox`, `warm`, `boot_tries`, `worker`,
-    `node`, `agent`, `engines`, `tools`, `versions`, `turns`, `prompt_tokens`, `sampled_tokens`, `cached_tokens`,
-    `retractions`, `cpu_s` and `memory_bytes` (CPU seconds and peak memory of the agent's sandbox)."""
+    `node`, `agent`, `engines`, `tools`, `versions`, `turns`, `prompt_tokens`, `sampled_tokens`, `trained_tokens`,
+    `masked` (the reason that masks most of the others), `cached_tokens`, `retractions`, `cpu_s` and `memory_bytes` (CPU
+    seconds and peak memory of the agent's sandbox)."""
 
     wall_s: float = 0.0
     parts_s: Mapping[str, float] = field(default_factory=dict)

@@ -141,6 +141,8 @@ class AttemptTime:
             "turns": report.turns,
             "prompt_tokens": usage.prompt_tokens,
             "sampled_tokens": report.sampled_tokens,
+            "trained_tokens": report.trained_tokens,
+            "masked": report.coverage.reason,
             "cached_tokens": usage.cached_tokens,
             "retractions": usage.retractions,
         }

@@ -24,7 +24,7 @@ from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
-from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
+from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec, TrainedPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,6 +91,7 @@ class SourceParts:
     budgets: Budgets
     train_truncated: bool
     train_cut: bool
+    train: tuple[TrainedPart, ...]
     rollout: RolloutConfig
     evaluation_terms: SessionTerms | None = None
     """Terms of evaluation sessions; None to use the training terms."""
@@ -217,6 +218,7 @@ class SourceStations:
             traceparent=traceparent,
             train_truncated=self._parts.train_truncated,
             train_cut=self._parts.train_cut,
+            train=self._parts.train,
             marks_warnings=marks_warnings(self._parts.agent),
             rollout=order.rollout_id,
             attempt=order.attempt,

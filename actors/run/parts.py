@@ -399,6 +399,7 @@ def source_parts(config: RunConfig) -> SourceParts:
         evaluation_terms=evaluation_terms(config),
         train_truncated=config.sampling.train_truncated,
         train_cut=config.sampling.train_cut,
+        train=config.sampling.train,
         rollout=config.rollout,
     )
 

@@ -15,6 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.exposition.attempts import breakdown_of
 from headrace.actors.record.logprob_drift import drift_totals
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
@@ -25,6 +26,7 @@ from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.report import acceptance
 from headrace.buffer.audit.source_report import source_reports
 from headrace.policies.learners.checkpoint_retention import best_checkpoint
+from headrace.serve.capture.coverage import WINDOW_SESSIONS, Coverage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.actors.record.service_totals import ServiceTotals
     from headrace.actors.record.utilisation import StationLoad
     from headrace.actors.run.changes import CheckpointConfiguration
+    from headrace.buffer.audit.joined_rows import JoinedRows
     from headrace.buffer.audit.report import DecileReport, LeftOut
     from headrace.buffer.audit.source_report import SourceReport
     from headrace.policies.learners.checkpoint_retention import BestCheckpoint
@@ -90,6 +93,8 @@ class RunReport:
     """Costs of the weight pushes; None if there were none."""
     drift: DriftTotals | None
     """Log-probability mismatch and lag of the trained tokens; None if the learner did not measure them."""
+    coverage: Coverage
+    """Sampled and trained tokens of the latest training attempts."""
     explained_variance: float | None
     """Share of the variance of returns that the critic explained, mean of the last steps; None without a critic."""
     best: BestCheckpoint | None
@@ -134,6 +139,8 @@ class RunReport:
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
         lines += self.drift.lines() if self.drift else []
+        if alarm := self.coverage.alarm:
+            lines.append(f"coverage of the last {self.coverage.sessions} attempts: {alarm}: {self.coverage.advice}")
         if self.explained_variance is not None:
             lines.append(f"critic: explained variance {self.explained_variance:.3f}, mean of the last steps")
         if self.best is not None:
@@ -196,6 +203,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     with streamed(directory.path) as evidence:
         accepted = acceptance(evidence)
         sources = source_reports(evidence)
+        coverage = latest_coverage(evidence.rows)
         steps = Counter(step.batch_id for step in evidence.surviving)
         for batch in evidence.batches:
             for _ in range(steps[batch.batch_id]):
@@ -236,6 +244,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
         drift=drift_totals(metrics),
+        coverage=coverage,
         explained_variance=_mean(judged[-CRITIC_STEPS:]),
         best=None if best is None else best[0],
         checkpoint=newest_configuration(directory),
@@ -243,6 +252,22 @@ def report_of(directory: RunDirectory) -> RunReport:
         sources=sources,
         source_success={name: own["success"] for name, own in evaluated[-1].items()} if evaluated else {},
     )
+
+
+def latest_coverage(rows: JoinedRows) -> Coverage:
+    """Return the tokens of the latest training attempts that sampled any, by the reasons that mask most of each."""
+    latest: list[Coverage] = []
+    columns = ("breakdown", "ended_at_s")
+    ended = rows.select("attempts", columns, where="breakdown NOTNULL AND ended_at_s NOTNULL", order="ended_at_s DESC")
+    for breakdown, _ in ended:
+        _, labels = breakdown_of(breakdown, "[]")
+        sampled, trained, reason = (labels.get(name) for name in ("sampled_tokens", "trained_tokens", "masked"))
+        if isinstance(sampled, int | float) and isinstance(trained, int | float) and sampled > 0:
+            masked = {str(reason): int(sampled - trained)} if reason else {}
+            latest.append(Coverage(sessions=1, sampled=int(sampled), trained=int(trained), masked=masked))
+            if len(latest) == WINDOW_SESSIONS:
+                break
+    return Coverage.together(latest)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -167,6 +167,7 @@ class Service(ServiceParts):
             learner_idle_share=learner.idle_share if learner else None,
             infra_failures=dispatcher.infra if dispatcher else 0,
             parser_fails=gateway.parser_fails if gateway else False,
+            untrained=gateway.coverage.alarm if gateway else "",
             held_up_by=(replay.held if replay else "") or failing_line(replay) or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
             absent=tuple(self._absences.lines(self._externals.clock())),

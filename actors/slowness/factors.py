@@ -58,7 +58,7 @@ HIGH: Final = 0.9
 NUMBERS: Final = ("turns", "prompt_tokens", "sampled_tokens", "cached_tokens", "memory_bytes")
 COUNTS: Final[Mapping[str, float]] = {"boot_tries": 1.0, "retractions": 0.0}
 """Numbers that nearly all rollouts have in common; they count as high above that."""
-UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "sandbox"})
+UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "sandbox", "trained_tokens", "masked"})
 """Labels whose single values are not tested: numbers, and ids that no two rollouts share."""
 READ: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s"})
 CPU_SHARE: Final = 0.1

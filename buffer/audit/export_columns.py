@@ -35,6 +35,8 @@ LABELS: Final[Mapping[str, type]] = {
     "boot_tries": int,
     "prompt_tokens": int,
     "sampled_tokens": int,
+    "trained_tokens": int,
+    "masked": str,
     "cached_tokens": int,
     "retractions": int,
     "memory_bytes": int,

@@ -29,7 +29,7 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 T = TypeVar("T")
@@ -131,6 +131,7 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
                 budgets=Budgets(),
                 train_truncated=True,
                 train_cut=False,
+                train=(TrainedPart.MAIN,),
                 rollout=RolloutConfig(),
             )
         },

@@ -20,7 +20,9 @@ import numpy as np
 
 from headrace.buffer.token_kinds import OBSERVED, TokenKind, from_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.serve.capture.coverage import Coverage
 from headrace.serve.capture.events import Exhausted, Status
+from headrace.serve.capture.session import TrainedPart
 from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.capture.trie import PromptNode, SampledNode, Trie, below, path
 from headrace.serve.conversation import Purpose
@@ -111,6 +113,10 @@ class SessionReport:
     conversation: tuple[TranscriptTurn, ...] = ()
     usage: SessionUsage = field(default_factory=SessionUsage)
 
+    @property
+    def coverage(self) -> Coverage:
+        return Coverage(sessions=1, sampled=self.sampled_tokens, trained=self.trained_tokens, masked=self.masked)
+
 
 def report_of(session: Session) -> SessionReport:
     """Return the report of a session."""
@@ -163,8 +169,8 @@ def report_of(session: Session) -> SessionReport:
 def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
     """Return for every sampled turn, in the order sampled, the reason why it is masked, or None if it is trained."""
     side: set[SampledNode] = set()
-    roots = session.trie.roots
-    if any(root.origin.has_tools for root in roots):
+    roots, train = session.trie.roots, session.spec.train
+    if TrainedPart.SIDE not in train and any(root.origin.has_tools for root in roots):
         # In a session whose agents have tools: conversations without tools that neither summarise nor continue another.
         side = {node for root in roots if not root.origin.is_ours for node in below(root)}
     verdicts: dict[SampledNode, Masked | None] = {}
@@ -173,7 +179,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
             verdicts[node] = Masked.ABORTED
         elif node in side or node.parent.origin.untrained:
             verdicts[node] = Masked.SIDE
-        elif is_abandoned(node, session.trie):
+        elif TrainedPart.ABANDONED not in train and is_abandoned(node, session.trie):
             verdicts[node] = Masked.ABANDONED
         elif not session.spec.sampling.exact:
             verdicts[node] = Masked.SAMPLING

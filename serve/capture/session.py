@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
@@ -69,6 +70,17 @@ because templates write call arguments as JSON of their own, which can be severa
 may contain blanks and `\\u` escapes)."""
 
 
+class TrainedPart(StrEnum):
+    """Part of a session's turns that is trained."""
+
+    MAIN = "main"
+    """The turns of the agent's conversations."""
+    SIDE = "side"
+    """Side calls: conversations without tools, beside agents that have tools."""
+    ABANDONED = "abandoned"
+    """Turns that the agent continued without, or that did not reach it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """The recipe's sampling parameters, which apply to every turn whatever the agent sends."""
@@ -103,8 +115,9 @@ class SessionSpec:
     `traceparent` is the rollout's agent span, `rollout` and `attempt` are those that it works for (empty: unknown, as
     for sessions of other programs). `train_truncated` says whether turns that were cut off by the context
     limit are trained; `train_cut` says the same of turns that were cut off when `wall_s` was over, which then count as
-    turns. `marks_warnings` says whether the agent may mark parts of observations as warnings, which objectives on
-    observations leave out."""
+    turns. `train` says which turns are trained besides the main ones: those of side calls, and those that the agent
+    continued without. `marks_warnings` says whether the agent may mark parts of observations as warnings, which
+    objectives on observations leave out."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
@@ -112,6 +125,7 @@ class SessionSpec:
     traceparent: str = ""
     train_truncated: bool = True
     train_cut: bool = False
+    train: tuple[TrainedPart, ...] = (TrainedPart.MAIN,)
     marks_warnings: bool = False
     rollout: str = ""
     attempt: int = 0

@@ -41,7 +41,7 @@ from headrace.serve.capture.events import (
     Spent,
     Status,
 )
-from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec, TrainedPart
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
 
@@ -153,6 +153,8 @@ class SessionLog:
             raise ValueError(f"its first line does not open a session of schema {SCHEMA}")
         spec, opened_at = document["spec"], document["opened_at"]
         spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
+        if "train" in spec:
+            spec["train"] = tuple(map(TrainedPart, spec["train"]))
         if document["schema"] == SCHEMA:
             # The wall clock of the host that opened it may be ahead of this one.
             opened_at = min(opened_at - self._offset_s, self._clock())

@@ -15,17 +15,26 @@ from typing import Annotated, Final, TypeVar
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.buffer.token_kinds import KindRuns, from_runs, to_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
-from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
+from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec, TrainedPart
 from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.errors import BadRequest
 
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
+
+
+def _with_main(train: tuple[TrainedPart, ...]) -> tuple[TrainedPart, ...]:
+    if TrainedPart.MAIN not in train:
+        raise ValueError("must contain main")
+    return train
+
+
+_Train = Annotated[tuple[TrainedPart, ...], AfterValidator(_with_main)]
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST: Final = 2**31 - 1
@@ -73,6 +82,7 @@ class SpecForm(BaseModel):
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
     train_cut: bool = False
+    train: _Train = (TrainedPart.MAIN,)
     marks_warnings: bool = False
     rollout: str = Field(default="", max_length=256)
     attempt: int = Field(default=0, ge=0, le=_MOST)
@@ -86,6 +96,7 @@ class SpecForm(BaseModel):
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
             train_cut=self.train_cut,
+            train=self.train,
             marks_warnings=self.marks_warnings,
             rollout=self.rollout,
             attempt=self.attempt,
@@ -103,6 +114,7 @@ class OpenOneForm(BaseModel):
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
     train_cut: bool = False
+    train: _Train = (TrainedPart.MAIN,)
     marks_warnings: bool = False
 
     def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
@@ -114,6 +126,7 @@ class OpenOneForm(BaseModel):
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
             train_cut=self.train_cut,
+            train=self.train,
             marks_warnings=self.marks_warnings,
         )
 

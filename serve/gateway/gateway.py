@@ -26,6 +26,7 @@ from opentelemetry import trace
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+from headrace.serve.capture.coverage import Coverage
 from headrace.serve.capture.session_log import SessionLog
 from headrace.serve.errors import LogBroken
 from headrace.serve.gateway.admin_routes import AdminRoutes, refusal_of
@@ -67,7 +68,7 @@ class GatewayStats:
     not be parsed; `parser_fails` means that many turns in a row had such markup but no call, so that the parser is
     probably the wrong one for the model; `silent` counts the consecutive calls that an engine did not answer in time;
     `closed` lists the engines whose gate is closed; `table_version` is the version of the routing table, -1 before the
-    first one."""
+    first one; `coverage` is that of the latest finished sessions."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -79,6 +80,7 @@ class GatewayStats:
     silent: dict[str, int] = field(default_factory=dict)
     closed: tuple[str, ...] = ()
     table_version: int = -1
+    coverage: Coverage = field(default_factory=Coverage)
 
     @classmethod
     def together(cls, several: Sequence[GatewayStats]) -> GatewayStats:
@@ -102,6 +104,7 @@ class GatewayStats:
             silent=silent,
             closed=tuple(sorted({engine for stats in several for engine in stats.closed})),
             table_version=max(stats.table_version for stats in several),
+            coverage=Coverage.together(stats.coverage for stats in several),
         )
 
 
@@ -268,6 +271,7 @@ class Gateway:
             silent={str(engine): number for engine, number in self._pool.silent.items()},
             closed=self._pool.router.closed(time.monotonic()),
             table_version=self._pool.router.table.version,
+            coverage=self._sessions.coverage.coverage,
         )
 
     def _application(self, renderer: Renderer) -> web.Application:

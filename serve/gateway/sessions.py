@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.buffer.primitives.single_flight import SingleFlight
+from headrace.serve.capture.coverage import CoverageWindow
 from headrace.serve.capture.rows import SessionReport, conversation_of, report_of, tree_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
@@ -58,6 +59,7 @@ class SessionTable:
         expire_grace_s: float,
         finished_grace_s: float,
     ) -> None:
+        self.coverage = CoverageWindow()
         self._turns = turns
         self._log = log
         self._clock = clock
@@ -138,8 +140,12 @@ class SessionTable:
             return FinishedSession(report_of(known), known) if known else None
         # The session stays in the table until its turns have ended: the caller may disconnect before that, and retry.
         report = await self._turns.close(live)
-        if self._drop(live) and self._log is not None:
-            self._log.finish(session_id)
+        if self._drop(live):
+            if live.core.spec.sampling.exact:
+                # Otherwise nothing is trained, as the caller wants it.
+                self.coverage.add(report.coverage)
+            if self._log is not None:
+                self._log.finish(session_id)
         return FinishedSession(report, live.core)
 
     async def forget(self, session_id: SessionId) -> bool:

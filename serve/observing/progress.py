@@ -28,7 +28,8 @@ BARS = "▁▂▃▄▅▆▇█"
 class Progress:
     """Snapshot of a run. Shares are in [0, 1]; None means that a value is not known yet. `rewards` are the mean rewards
     of the steps so far; `parser_fails` means that no tool call in the last turns with call markup could be parsed;
-    `held_up_by` is the station that is full; `absent` are the actors that do not answer."""
+    `untrained` says that little of what is sampled is trained, and why; `held_up_by` is the station that is full;
+    `absent` are the actors that do not answer."""
 
     phase: str
     step: int
@@ -44,6 +45,7 @@ class Progress:
     learner_idle_share: float | None = None
     infra_failures: int = 0
     parser_fails: bool = False
+    untrained: str = ""
     held_up_by: str = ""
     rewards: tuple[float, ...] = ()
     absent: tuple[str, ...] = ()
@@ -67,6 +69,8 @@ def plain_line(progress: Progress) -> str:
         parts.append(f"infra {progress.infra_failures}")
     if progress.parser_fails:
         parts.append(f"parser {PARSER_FAILS}")
+    if progress.untrained:
+        parts.append(f"coverage: {progress.untrained}")
     if progress.held_up_by:
         parts.append(f"full: {progress.held_up_by}")
     if progress.absent:
@@ -99,6 +103,8 @@ def panel(progress: Progress) -> RenderableType:
         cells.append(_pair("infra", str(progress.infra_failures), "bold red"))
     if progress.parser_fails:
         cells.append(_pair("parser", PARSER_FAILS, "bold red"))
+    if progress.untrained:
+        cells.append(_pair("coverage", progress.untrained, "bold red"))
     if progress.held_up_by:
         cells.append(_pair("full", progress.held_up_by, "bold yellow"))
     if progress.absent:

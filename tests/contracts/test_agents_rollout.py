@@ -33,7 +33,7 @@ from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -93,6 +93,7 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
                     sampling=Sampling(),
                     train_truncated=True,
                     train_cut=False,
+                    train=(TrainedPart.MAIN,),
                     budgets=Budgets(max_context_tokens=200_000),
                     rollout=RolloutConfig(),
                 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.serve.capture.session import Budgets
+from headrace.serve.capture.session import Budgets, TrainedPart
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
 from support.scripted_engine import Ask, Fault, Parts, check_exact
 
@@ -272,6 +272,47 @@ async def test_an_agent_leaves_a_full_context_by_trimming_an_old_call(model_dir:
         assert w.engines[0].sampled[-1].prompt.count("word") == 150
         w.engines[0].sampled.remove(measured)
         await finished(w, lineages=2)
+
+
+# Agents that do not send the policy's turns back.
+
+
+async def play_planner(w: World, wire: Wire, **settings: Any) -> SessionReport:
+    """Five calls of a planner that tells the policy in a further user message what it said."""
+    client = await w.client(wire, **settings)
+    for number in range(5):
+        client.history += wire.user(f"step {number}")
+        assert (await client.send(client.body())).status == 200
+    report = await w.finish()
+    assert report.turns == 5
+    return report
+
+
+@EVERY
+async def test_turns_that_are_never_sent_back_are_trained_if_asked(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines(*["answer"] * 5 * 8)) as w:
+        report = await play_planner(w, wire)
+        assert report.trained_tokens * 5 == report.sampled_tokens
+        assert set(report.masked) == {"abandoned"}
+        trained = (TrainedPart.MAIN, TrainedPart.ABANDONED)
+        report = await play_planner(w, wire, spec={"train": trained})
+        assert report.trained_tokens == report.sampled_tokens
+        for _ in range(6):
+            assert (await w.gateway.in_flight()).coverage.alarm == ""
+            await play_planner(w, wire)
+        alarm = (await w.gateway.in_flight()).coverage.alarm
+        assert alarm == "30% of the sampled tokens are trained (abandoned)"
+
+
+async def test_side_calls_are_trained_if_asked(model_dir: Path) -> None:
+    async with world(model_dir, Parts({"title": ["Repairs"], "": ["one", "two"]})) as w:
+        spec = {"train": (TrainedPart.MAIN, TrainedPart.SIDE)}
+        client = await w.client(ANTHROPIC, tools=TOOLS, spec=spec)
+        side = Client(w.http, client.base_url, ANTHROPIC, system="Write a title.")
+        await asyncio.gather(side.say("mend it"), client.say("mend it"))
+        await client.say("on")
+        report = await finished(w, lineages=2)
+        assert report.trained_tokens == report.sampled_tokens
 
 
 # Calls and results.

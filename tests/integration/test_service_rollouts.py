@@ -24,7 +24,7 @@ from headrace.buffer.task_parts import JudgeSpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
 from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
 from headrace.policies.engine import EngineId
-from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -86,6 +86,7 @@ async def worker(
                     sampling=Sampling(),
                     train_truncated=True,
                     train_cut=False,
+                    train=(TrainedPart.MAIN,),
                     budgets=Budgets(max_context_tokens=8192),
                     rollout=RolloutConfig(),
                 )

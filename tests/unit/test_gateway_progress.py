@@ -44,12 +44,14 @@ def test_the_plain_progress_line_has_all_values_in_order() -> None:
 
 
 def test_failures_are_shown_at_the_end_of_the_line() -> None:
-    failing = replace(progress(), infra_failures=3, parser_fails=True)
-    assert plain_line(failing) == f"{plain_line(progress())}  infra 3  parser reads no calls"
+    untrained = "20% of the sampled tokens are trained (abandoned)"
+    failing = replace(progress(), infra_failures=3, parser_fails=True, untrained=untrained)
+    assert plain_line(failing) == f"{plain_line(progress())}  infra 3  parser reads no calls  coverage: {untrained}"
     out = io.StringIO()
     Console(file=out, width=200).print(panel(failing))
     assert "infra 3" in out.getvalue()
     assert "parser reads no calls" in out.getvalue()
+    assert "(abandoned)" in out.getvalue()
 
 
 def test_unknown_values_are_shown_as_a_dash() -> None:

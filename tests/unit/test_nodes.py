@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 from headrace.actors.runtime.nodes import Process, kill_here, started
+from headrace.serve.capture.coverage import Coverage
 from headrace.serve.gateway.gateway import GatewayStats
 
 
@@ -30,6 +31,7 @@ def test_gateways_are_counted_together() -> None:
         silent={"a": 2},
         closed=("b",),
         table_version=7,
+        coverage=Coverage(sessions=2, sampled=10, trained=6, masked={"side": 4}),
     )
     second = GatewayStats(
         sessions=1,
@@ -41,6 +43,7 @@ def test_gateways_are_counted_together() -> None:
         silent={"a": 1, "b": 3},
         closed=("a", "b"),
         table_version=6,
+        coverage=Coverage(sessions=1, sampled=5, trained=2, masked={"side": 1, "abandoned": 2}),
     )
     assert GatewayStats.together([first]) == first
     together = GatewayStats.together([first, second])
@@ -50,3 +53,5 @@ def test_gateways_are_counted_together() -> None:
     assert (together.silent, together.closed) == ({"a": 2, "b": 3}, ("a", "b"))
     assert together.parser_fails
     assert together.table_version == 7
+    masked = {"side": 5, "abandoned": 2}
+    assert together.coverage == Coverage(sessions=3, sampled=15, trained=8, masked=masked)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.report import acceptance
 from headrace.buffer.audit.verify import verify
+from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
@@ -184,6 +187,26 @@ def test_a_critic_is_rated_by_the_last_ten_steps_that_measured_it(tmp_path: Path
     assert report.explained_variance == pytest.approx(0.6)
     assert "critic: explained variance 0.600" in text_of(report)
     assert told_of(tmp_path / "other").explained_variance is None
+
+
+def test_the_report_says_when_little_of_what_is_sampled_is_trained(tmp_path: Path) -> None:
+    assert told_of(tmp_path / "old").coverage.sessions == 0, "a ledger without the figures"
+    folder, sizes = tmp_path / "run", {"batch_size": 4, "group_size": 4, "slots": 8, "tasks": 8, "turns": 1, "steps": 3}
+    run_plan(make_plan("swe64", sizes, []), folder)
+    whole = report_of(RunDirectory(path=folder)).coverage
+    assert whole.sessions >= 9
+    assert (whole.trained, whole.alarm) == (whole.sampled, "")
+    labels = {"sampled_tokens": 40, "trained_tokens": 8, "masked": "abandoned"}
+    breakdown = Breakdown(labels=labels).to_json()
+    for name in ("ledger.db", "archive.db"):
+        with closing(sqlite3.connect(folder / name)) as database, database:
+            database.execute("UPDATE attempts SET breakdown = ?", (breakdown,))
+    report = report_of(RunDirectory(path=folder))
+    assert (report.coverage.sessions, report.coverage.masked) == (whole.sessions, {"abandoned": whole.sessions * 32})
+    assert (
+        f"coverage of the last {whole.sessions} attempts: 20% of the sampled tokens are trained (abandoned)"
+        in text_of(report)
+    )
 
 
 def test_the_report_has_a_readable_text_form(tmp_path: Path) -> None:
