@@ -96,11 +96,11 @@ class Drift(StrEnum):
 
 def digest(*parts: str | bytes) -> bytes:
     """Return a 16-byte digest; each part is delimited by its length."""
-    hasher = blake2b(digest_size=16)
+    pieces: list[bytes] = []
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        hasher.update(len(data).to_bytes(8, "little") + data)
-    return hasher.digest()
+        pieces += (len(data).to_bytes(8, "little"), data)
+    return blake2b(b"".join(pieces), digest_size=16).digest()
 
 
 class Words:
@@ -115,6 +115,10 @@ class Words:
     def text(self) -> str:
         return "".join(block.text for block in self._visible if isinstance(block, Text))
 
+    @cached_property
+    def text_digest(self) -> bytes:
+        return digest(self.text)
+
     @property
     def call_ids(self) -> frozenset[str]:
         return frozenset(call.id for call in self.calls)
@@ -122,12 +126,13 @@ class Words:
     @cached_property
     def order(self) -> str:
         """The order of texts (t) and calls (c). Agents that drop the reasoning between two texts join them."""
-        kinds = (
-            "c" if isinstance(block, ToolCall) else "t"
-            for block in self._visible
-            if not isinstance(block, Text) or block.text.strip()
-        )
-        return re.sub("t+", "t", "".join(kinds))
+        order = ""
+        for block in self._visible:
+            if isinstance(block, ToolCall):
+                order += "c"
+            elif not order.endswith("t") and not (isinstance(block, Text) and not block.text.strip()):
+                order += "t"
+        return order
 
     @cached_property
     def exact(self) -> bytes:
@@ -178,7 +183,7 @@ class Served:
         words = Words(blocks)
         return cls(
             exact=words.exact,
-            text=digest(words.text),
+            text=words.text_digest,
             order=words.order,
             values=words.values,
             arguments=words.arguments,
@@ -192,7 +197,7 @@ class Served:
         the program that sent it; `ordered` says whether its API keeps the order of text and calls."""
         if words.exact == self.exact:
             return Drift.NONE
-        has_text = digest(words.text) == self.text
+        has_text = words.text_digest == self.text
         is_in_order = not ordered or words.order == self.order
         is_equal = has_text and is_in_order and words.values == self.values
         if not is_equal and (changes is None or words.changed(changes) != self.changed[KNOWN_CHANGES.index(changes)]):

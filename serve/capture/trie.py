@@ -97,6 +97,9 @@ class SampledNode:
     border: bool
     replays: int = 0
     children: list[PromptNode] = field(default_factory=list)
+    last_echo: tuple[bytes, KnownChanges | None, bool, Drift] | None = None
+    """The last message that was compared with the turn, how it was compared, and the result: an agent repeats the same
+    echo with each request."""
 
     @property
     def parent(self) -> PromptNode:
@@ -167,7 +170,7 @@ class Trie:
         for message in walk.rest:
             # Turns that are not on the path of the request: its history was edited, or summarised.
             if message.role is Role.ASSISTANT:
-                words = Words(message.blocks)
+                words = walk.words_of(message)
                 node = self.node_of(message) or self._by_words.get(words.exact)
                 if node is not None:
                     quoted.append(Echo(node, walk.drift(node, words)))
@@ -342,6 +345,8 @@ class _Walk:
     resumes: bool = False
     echoes: list[Echo] = field(default_factory=list)
     rewritten: list[Echo] = field(default_factory=list)
+    _words: dict[int, Words] = field(default_factory=dict)
+    """Words of the request's messages, by the identity of the message."""
 
     def run(self, messages: Sequence[Message]) -> None:
         self.rest = tuple(messages)
@@ -354,14 +359,19 @@ class _Walk:
             for index, message in enumerate(self.rest):
                 if segment.is_past:
                     break
-                if message.role is Role.ASSISTANT and (prompts := segment.prompts()):
+                if message.role is not Role.ASSISTANT:
+                    segment.add(message_parts(message))
+                    continue
+                if prompts := segment.prompts():
                     found = self._echo_at(index, prompts)
                     best = found or best
                     if found is None and (candidates := _answers(prompts)):
                         named = self.trie.node_of(message)
                         replaced = named if named is not None and named in candidates else candidates[0]
                         self.rewritten.append(Echo(replaced, Drift.EDITED))
-                segment.add(message)
+                if segment.is_full:
+                    break
+                segment.add((self.words_of(message).exact,))
             if best is None:
                 return
             echo, after = best
@@ -375,7 +385,7 @@ class _Walk:
         siblings = self.parent.children if self.parent else self.trie.roots
         segment = _Segment(() if self.parent else (self.head,), siblings)
         for one in self.rest:
-            segment.add(one)
+            segment.add(message_parts(one))
         prompts, text = segment.prompts(), message.text
         # An empty turn at the end of the message would make a repeated request a new one.
         is_given = any(isinstance(block, Reasoning) for block in message.blocks)
@@ -396,8 +406,17 @@ class _Walk:
         if candidates := _answers(prompts):
             self.rewritten.append(Echo(candidates[0], Drift.EDITED))
 
+    def words_of(self, message: Message) -> Words:
+        """Return the words of a message of the request, which outlives the walk; digests are computed once."""
+        if (words := self._words.get(id(message))) is None:
+            words = self._words[id(message)] = Words(message.blocks)
+        return words
+
     def drift(self, node: SampledNode, words: Words) -> Drift:
-        return node.served.drift_of(words, self.changes, ordered=self.keeps_order)
+        asked = (words.exact, self.changes, self.keeps_order)
+        if node.last_echo is None or node.last_echo[:3] != asked:
+            node.last_echo = (*asked, node.served.drift_of(words, self.changes, ordered=self.keeps_order))
+        return node.last_echo[3]
 
     def _echo_at(self, index: int, prompts: Sequence[PromptNode]) -> tuple[Echo, tuple[Message, ...]] | None:
         """Return the echo that begins with the message at `index`, and the messages after it; None if the message
@@ -407,32 +426,32 @@ class _Walk:
         if len(run) > 1:
             # Some agents split a turn into several messages.
             whole = Message(Role.ASSISTANT, tuple(block for one in run for block in one.blocks))
-            if echo := self._same(whole, candidates):
+            if echo := self._same(whole, Words(whole.blocks), candidates):
                 return echo, self.rest[index + len(run) :]
         named = self.trie.node_of(message)
-        if named is not None and named in candidates:
-            missing = named.served.call_ids - {call.id for call in message.calls}
+        if named is not None and (missing := named.served.call_ids - self.words_of(message).call_ids):
             whole, after = split_echo(missing, self.rest[index:])
-            if len(whole.blocks) > len(message.blocks) and (echo := self._same(whole, [named])):
+            if named in candidates and (echo := self._same(whole, Words(whole.blocks), [named])):
                 return echo, after
-        echo = self._same(message, candidates) or self._last_piece(message, prompts)
+        echo = self._same(message, self.words_of(message), candidates) or self._last_piece(message, prompts)
         return None if echo is None else (echo, self.rest[index + 1 :])
 
-    def _same(self, message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
+    def _same(self, message: Message, words: Words, candidates: Sequence[SampledNode]) -> Echo | None:
         """Return the echo of one of these turns that a message is. Among turns with equal words, the one that an id
         names comes first, then one with the same reasoning, then the latest."""
-        words = Words(message.blocks)
-        fits = [node for node in candidates if node.served.exact == words.exact]
-        fits = fits or [node for node in candidates if self.drift(node, words) is not Drift.EDITED]
-        if len(fits) > 1:
+        echoes = [Echo(node, Drift.NONE) for node in candidates if node.served.exact == words.exact]
+        if not echoes:
+            drifts = ((node, self.drift(node, words)) for node in candidates)
+            echoes = [Echo(node, drift) for node, drift in drifts if drift is not Drift.EDITED]
+        if len(echoes) > 1:
             named, reasoning = self.trie.node_of(message), words.reasoning
-            fits.sort(key=lambda node: (node is not named, node.served.reasoning != reasoning))
-        return Echo(fits[0], self.drift(fits[0], words)) if fits else None
+            echoes.sort(key=lambda echo: (echo.node is not named, echo.node.served.reasoning != reasoning))
+        return echoes[0] if echoes else None
 
     def _last_piece(self, message: Message, prompts: Sequence[PromptNode]) -> Echo | None:
         """Return the echo of the last turn of a message in several pieces: text of the agent's and turns that resumed
         one another."""
-        text, words = message.text, Words(message.blocks)
+        text, words = message.text, self.words_of(message)
         ends = [
             node
             for node, start, *_ in _pieces(text, prompts)
@@ -478,8 +497,8 @@ def _pieces(text: str, prompts: Iterable[PromptNode]) -> Iterator[tuple[SampledN
 
 
 class _Segment:
-    """Messages since the last known turn, added one by one, and the prompts that match them. The cost per message does
-    not grow with the number of prompts, since agents that edit their history have hundreds of them."""
+    """Parts since the last known turn, added message by message, and the prompts that match them. The cost per message
+    does not grow with the number of prompts, since agents that edit their history have hundreds of them."""
 
     def __init__(self, prefix: tuple[bytes, ...], prompts: Sequence[PromptNode]) -> None:
         self._length = len(prefix)
@@ -497,8 +516,12 @@ class _Segment:
         """True when the segment is longer than every prompt."""
         return self._length > self._longest
 
-    def add(self, message: Message) -> None:
-        parts = message_parts(message)
+    @property
+    def is_full(self) -> bool:
+        """True when the segment is as long as the longest prompt."""
+        return self._length >= self._longest
+
+    def add(self, parts: Sequence[bytes]) -> None:
         self._length += len(parts)
         self._digest.add(parts)
 

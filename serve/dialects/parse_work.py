@@ -42,6 +42,9 @@ class ParseWork:
         body = self.body
         if len(body) > MOST_BYTES or self.brackets > MOST_BRACKETS:
             return True
+        if self.brackets <= MOST_ENTRIES:
+            # Each message and each call is an object.
+            return False
         return body.count(b'"role"') + body.count(b'call_id"') + body.count(b'"tool_calls"') > MOST_ENTRIES
 
     def __call__(self, renderer: Renderer | None = None) -> Any:
