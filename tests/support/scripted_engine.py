@@ -63,6 +63,7 @@ class Sampled:
     output_ids: tuple[int, ...]
     prompt: str
     text: str
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass
@@ -132,7 +133,9 @@ class ScriptedEngine:
     def _reply(
         self, body: dict[str, Any], prompt: str, text: str, ids: list[int], finish: Mapping[str, Any]
     ) -> web.Response:
-        self.sampled.append(Sampled(tuple(body["input_ids"]), tuple(ids), prompt, text))
+        # Each position of each turn has its own, which float32 represents exactly.
+        logprobs = [-(1 + (37 * len(self.sampled) + index) % 251) / 64 for index in range(len(ids))]
+        self.sampled.append(Sampled(tuple(body["input_ids"]), tuple(ids), prompt, text, tuple(logprobs)))
         meta = {
             "id": body["rid"],
             "finish_reason": finish,
@@ -142,7 +145,7 @@ class ScriptedEngine:
             "num_retractions": 0,
             "weight_version": self.version,
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
-            "output_token_logprobs": [[-0.25, token, None] for token in ids],
+            "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)],
             "output_token_logprobs_length": len(ids),
         }
         return web.json_response({"text": text, "output_ids": ids, "meta_info": meta})
