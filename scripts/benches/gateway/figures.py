@@ -127,17 +127,24 @@ class GatewayFigures:
     `rerender_ratio`: time to render and tokenize 90 turns, up to `rerender_tokens`, with bridges, relative to the time
     with a full re-render of every turn.
 
+    `relay_cpu_ms_per_turn` is the time of a relay (relay.py), and `cpu_over_relay` the median ratio of the gateway's
+    batches, with tracing, to the relay's batches in between.
+
     `added_p50_ms`, `added_p99_ms`: 64 agents with prompts of at most 4 KB, 200 ms in the engine, 300 ms between turns;
-    the percentile through the gateway minus that of the direct connection (`direct_p50_ms`, `direct_p99_ms`).
+    the percentile through the gateway, with tracing, minus that of the direct connection (`direct_p50_ms`,
+    `direct_p99_ms`). `relay_added_p50_ms` is that of the relay, and `added_p50_over_relay` the ratio.
 
     `loop_block_max_ms`: the longest callback of the event loop (`loop`), in processor time of its thread, while 2,000
-    agents take their first turn at once; `collection_max_ms`: the longest garbage collection in the meantime, in any
+    agents take their first turn at once, and `loop_block_long_max_ms` while 8 agents send prompts of 128,000 tokens at
+    once; `collection_max_ms`: the longest garbage collection in the meantime, in any
     thread, in wall time; `burst_s`: the time until all have their answers. `memory_mb_2000_sessions`: resident memory
     when all have grown to `tokens_2000_sessions` each."""
 
     cpu_ms_per_turn: float
     cpu_ms_by_batch: tuple[float, ...]
     untraced_cpu_ms_per_turn: float
+    relay_cpu_ms_per_turn: float
+    cpu_over_relay: float
     direct_cpu_ms_per_turn: float
     full_rerender_ms_per_turn: float
     cpu_ms_per_session: float
@@ -146,10 +153,13 @@ class GatewayFigures:
     rerender_ratio: float
     rerender_tokens: int
     added_p50_ms: float
+    relay_added_p50_ms: float
+    added_p50_over_relay: float
     added_p99_ms: float
     direct_p50_ms: float
     direct_p99_ms: float
     loop_block_max_ms: float
+    loop_block_long_max_ms: float
     collection_max_ms: float
     burst_s: float
     memory_mb_2000_sessions: float
@@ -169,12 +179,17 @@ async def measure() -> GatewayFigures:
             bench = Bench(Path(folder), engine)
             turns = await bench.agent_sized(Path(folder) / "spans")
             untraced = await bench.agent_sized()
-            direct, through = await bench.latencies()
+            direct, relayed, through = await bench.latencies()
             burst = await bench.burst()
+            long_ms = await bench.long_prompts()
+    ratios = [own / relay for own, relay in zip(turns.cpu_ms, turns.relay_cpu_ms, strict=True)]
+    added_ms, relay_added_ms = through.p50_ms - direct.p50_ms, relayed.p50_ms - direct.p50_ms
     return GatewayFigures(
         cpu_ms_per_turn=statistics.median(turns.cpu_ms),
         cpu_ms_by_batch=turns.cpu_ms,
         untraced_cpu_ms_per_turn=statistics.median(untraced.cpu_ms),
+        relay_cpu_ms_per_turn=statistics.median(turns.relay_cpu_ms),
+        cpu_over_relay=statistics.median(ratios),
         direct_cpu_ms_per_turn=turns.direct_cpu_ms,
         full_rerender_ms_per_turn=rendering.full_ms_per_turn,
         cpu_ms_per_session=turns.session_cpu_ms,
@@ -182,11 +197,14 @@ async def measure() -> GatewayFigures:
         tokens_per_session=turns.tokens,
         rerender_ratio=rendering.ratio,
         rerender_tokens=rendering.tokens,
-        added_p50_ms=through.p50_ms - direct.p50_ms,
+        added_p50_ms=added_ms,
+        relay_added_p50_ms=relay_added_ms,
+        added_p50_over_relay=added_ms / relay_added_ms,
         added_p99_ms=through.p99_ms - direct.p99_ms,
         direct_p50_ms=direct.p50_ms,
         direct_p99_ms=direct.p99_ms,
         loop_block_max_ms=burst.callback_ms,
+        loop_block_long_max_ms=long_ms,
         collection_max_ms=burst.collection_ms,
         burst_s=burst.burst_s,
         memory_mb_2000_sessions=burst.memory_mb,

@@ -16,7 +16,7 @@ import random
 import statistics
 import tempfile
 import time
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -26,6 +26,7 @@ import orjson
 from opentelemetry.trace import NonRecordingSpan
 
 from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
+from benches.gateway.relay import RelayProcess, relay_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
@@ -45,6 +46,11 @@ ROUNDS: Final = 6
 ENGINE_S: Final = 0.2
 PAUSE_S: Final = 0.3
 MANY: Final = 2000
+LONG_AGENTS: Final = 8
+LONG_TOKENS: Final = 128_000
+LONG_CONTEXT: Final = 262_144
+LONG_CHARACTERS: Final = 560_000
+"""Characters of a tool's output that make a prompt of at least `LONG_TOKENS`."""
 TASK_CHARACTERS: Final = 500
 _OPEN_AT_ONCE: Final = 50
 _MANY_OUTPUTS: Final = (42_000, 42_000)
@@ -110,10 +116,12 @@ class MeasuredAgent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCost:
-    """Cost of an agent-sized turn: `cpu_ms` by batch; `direct_cpu_ms` is the time of agent and engine without a
-    gateway. `session_cpu_ms` is the time to open and finish a session."""
+    """Cost of an agent-sized turn: `cpu_ms` by batch, and `relay_cpu_ms` of a relay, batch by batch in turn with it;
+    `direct_cpu_ms` is the time of agent and engine without a gateway. `session_cpu_ms` is the time to open and finish a
+    session."""
 
     cpu_ms: tuple[float, ...]
+    relay_cpu_ms: tuple[float, ...]
     direct_cpu_ms: float
     memory_mb: float
     session_cpu_ms: float
@@ -159,17 +167,21 @@ class Bench:
     def __init__(self, tokenizer_dir: Path, engine: ScriptedEngine) -> None:
         self._tokenizer_dir = tokenizer_dir
         self._engine = engine
-        self._agents = self._sessions = 0
+        self._agents = self._sessions = self._relays = 0
 
     async def agent_sized(self, spans_dir: Path | None = None) -> TurnCost:
         """Run batches of conversations of `TURNS` turns; all remain unfinished until the last has ended. With
         `spans_dir` the gateway writes spans."""
         self._engine.delay_s = 0.0
-        async with self.gateway(spans_dir=spans_dir) as side:
+        async with self.gateway(spans_dir=spans_dir) as side, self._relay() as relay:
             gateway, client, http = side
             await _finish(client, (await self._batch(side, AT_ONCE)).ids)
+            await self._relayed(relay, http)
             before = await gateway.probe()
-            batches = [await self._batch(side, AT_ONCE) for _ in range(BATCHES)]
+            batches, relayed = [], []
+            for _ in range(BATCHES):
+                batches.append(await self._batch(side, AT_ONCE))
+                relayed.append(await self._relayed(relay, http))
             unfinished = [session_id for batch in batches for session_id in batch.ids]
             full = await gateway.probe()
             await _finish(client, unfinished)
@@ -180,6 +192,7 @@ class Bench:
             direct_s = time.process_time() - started_s
         return TurnCost(
             cpu_ms=tuple(batch.cpu_ms for batch in batches),
+            relay_cpu_ms=tuple(relayed),
             direct_cpu_ms=1000 * direct_s / (AT_ONCE * TURNS),
             memory_mb=(full.memory_mb - before.memory_mb) / len(unfinished),
             session_cpu_ms=1000 * finish_s / len(unfinished),
@@ -215,22 +228,56 @@ class Bench:
             tokens=statistics.mean(agent.prompt_tokens + agent.sampled_tokens for agent in opened),
         )
 
-    async def latencies(self) -> tuple[Latencies, Latencies]:
-        """Measure direct latencies and the gateway's, alternately, so that a slow moment of the machine affects
-        both."""
+    async def _relayed(self, relay: RelayProcess, http: aiohttp.ClientSession) -> float:
+        """Run a batch of conversations through a relay; return its CPU milliseconds per turn."""
+        agents = self._at_relay(relay, http, AT_ONCE, request_head())
+        started_s = relay.cpu_s
+        await _run(agents, [OUTPUT_CHARACTERS] * TURNS)
+        return 1000 * (relay.cpu_s - started_s) / (AT_ONCE * TURNS)
+
+    def _relay(self) -> AbstractAsyncContextManager[RelayProcess]:
+        return relay_process(str(self._tokenizer_dir), self._engine.url)
+
+    def _at_relay(
+        self, relay: RelayProcess, http: aiohttp.ClientSession, number: int, head: Mapping[str, Any]
+    ) -> list[MeasuredAgent]:
+        first, self._relays = self._relays, self._relays + number
+        return [self._agent(http, f"{relay.url}/s/{first + index}", head) for index in range(number)]
+
+    async def latencies(self) -> tuple[Latencies, Latencies, Latencies]:
+        """Measure direct latencies, those of a relay and the gateway's, in turn, so that a slow moment of the machine
+        affects all. Tracing is on."""
         self._engine.delay_s = ENGINE_S
         head = request_head(system_characters=300, tools=1)
         direct: list[float] = []
+        relayed: list[float] = []
         through: list[float] = []
-        async with self.gateway() as (_, client, http):
-            await _paced(self._direct(http, SMALL_AGENTS, head), turns=2)
-            await _paced((await self.open(http, client, SMALL_AGENTS, head))[0], turns=2)
-            for _ in range(ROUNDS):
-                direct += await _paced(self._direct(http, SMALL_AGENTS, head), SMALL_TURNS)
-                agents, ids = await self.open(http, client, SMALL_AGENTS, head)
-                through += await _paced(agents, SMALL_TURNS)
-                await _finish(client, ids)
-        return _latencies(direct), _latencies(through)
+        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as spans:
+            async with self.gateway(spans_dir=Path(spans)) as (_, client, http), self._relay() as relay:
+                await _paced(self._direct(http, SMALL_AGENTS, head), turns=2)
+                await _paced(self._at_relay(relay, http, SMALL_AGENTS, head), turns=2)
+                await _paced((await self.open(http, client, SMALL_AGENTS, head))[0], turns=2)
+                for _ in range(ROUNDS):
+                    direct += await _paced(self._direct(http, SMALL_AGENTS, head), SMALL_TURNS)
+                    relayed += await _paced(self._at_relay(relay, http, SMALL_AGENTS, head), SMALL_TURNS)
+                    agents, ids = await self.open(http, client, SMALL_AGENTS, head)
+                    through += await _paced(agents, SMALL_TURNS)
+                    await _finish(client, ids)
+        return _latencies(direct), _latencies(relayed), _latencies(through)
+
+    async def long_prompts(self) -> float:
+        """Return the longest callback, in milliseconds, while `LONG_AGENTS` send prompts of 128,000 tokens at once."""
+        self._engine.delay_s = ENGINE_S
+        async with self.gateway(watch=True) as (gateway, client, http):
+            agents, _ = await self.open(http, client, LONG_AGENTS, request_head(), context_tokens=LONG_CONTEXT)
+            await _run(agents, [1])
+            await gateway.probe()
+            # What the tool of the first turn printed makes the second one long.
+            await _run(agents, [LONG_CHARACTERS, 1])
+            probe = await gateway.probe()
+        if (least := min(agent.prompt_tokens for agent in agents)) < LONG_TOKENS:
+            raise MeasurementBroken(f"a long prompt has {least} tokens only")
+        return probe.callback_ms
 
     async def burst(self) -> Burst:
         """Start 2,000 agents at once, then grow all their sessions to 36,000 tokens."""
@@ -269,10 +316,16 @@ class Bench:
                 yield gateway, client, http
 
     async def open(
-        self, http: aiohttp.ClientSession, client: GatewayClient, number: int, head: Mapping[str, Any]
+        self,
+        http: aiohttp.ClientSession,
+        client: GatewayClient,
+        number: int,
+        head: Mapping[str, Any],
+        *,
+        context_tokens: int = 131_072,
     ) -> tuple[list[MeasuredAgent], list[SessionId]]:
         """Open sessions, and return an agent for each, and their ids."""
-        budgets = Budgets(max_context_tokens=131_072)
+        budgets = Budgets(max_context_tokens=context_tokens)
         ids = [SessionId(f"measured-{self._sessions + index}") for index in range(number)]
         self._sessions += number
         # Each session belongs to an attempt with a trace of its own, as in a run.
