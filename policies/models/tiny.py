@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.buffer.datasets.terminal import CONSTANTS, NAMES, NUMBERS, WORDS, WRONG_NUMBER
+from headrace.policies.tokens.token_bytes import byte_alphabet
 
 END, SYSTEM, USER, ASSISTANT, TOOL = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
 PAD = "<|pad|>"
@@ -49,10 +50,7 @@ MAX_CONTEXT_TOKENS = 1024
 def vocabulary(pieces: Sequence[str] = PIECES) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return the byte alphabet (ids 0 to 255) and the added tokens (ids from 256), in order of their ids. `pieces` are
     the tokens for frequent text, which other miniatures replace by their own."""
-    # GPT-2's printable characters for all bytes (openai/gpt-2, encoder.py, bytes_to_unicode), in order of the bytes.
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    moved = iter(range(256, 512))
-    alphabet = {chr(byte if byte in printable else next(moved)): byte for byte in range(256)}
+    alphabet = byte_alphabet()
     used = 256 + len(SPECIALS) + len(pieces)
     reserved = tuple(f"<|reserved_{index}|>" for index in range(-used % VOCABULARY_MULTIPLE))
     return alphabet, (*SPECIALS, *pieces, *reserved)

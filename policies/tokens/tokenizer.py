@@ -22,6 +22,7 @@ from headrace.policies.tokens.continuation import Continuation
 from headrace.policies.tokens.model_keys import language_keys
 from headrace.policies.tokens.pieces import CACHE_BYTES, PieceEncoder
 from headrace.policies.tokens.template_shape import USER, shape_of
+from headrace.policies.tokens.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from array import array
@@ -94,6 +95,7 @@ class ChatTokenizer:
         opening = self.template.text([USER], add_generation_prompt=True).removeprefix(before)
         self.opens_reasoning = opening.rstrip().endswith("<think>")
         self._pieces = PieceEncoder(self._tokenizer, cache_bytes=cache_bytes)
+        self._bytes = TokenBytes(self._tokenizer)
         # Sentencepiece tokenizers begin a text with a blank. Behind a token, they do not.
         self._anchor = next((text for text in ("", self.eos_token) if self._inserts(text)), None)
         self.continues = self._continuation.leaves_open and self._anchor is not None
@@ -114,6 +116,10 @@ class ChatTokenizer:
     def spell(self, ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a single token, which may be a part of a character."""
+        return self._bytes.of(token_id)
 
     def text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
         """Render a conversation. Raises TemplateRefused."""

@@ -112,6 +112,10 @@ class Renderer(Protocol):
         """Return the text with spelled-out special tokens; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a single token, which may be a part of a character; special tokens are spelled out."""
+        ...
+
     def visible(self, text: str) -> str:
         """Return the text without spelled-out special tokens."""
         ...

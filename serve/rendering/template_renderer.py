@@ -147,6 +147,9 @@ class TemplateRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.spell(ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id)
+
     def visible(self, text: str) -> str:
         return self._tokenizer.control.removed(text)
 

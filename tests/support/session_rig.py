@@ -120,6 +120,9 @@ class ByteChat:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(item for item in ids if item < 256).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
     def visible(self, text: str) -> str:
         return text
 

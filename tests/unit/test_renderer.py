@@ -8,10 +8,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.pieces import PieceEncoder
+from headrace.policies.tokens.token_bytes import TokenBytes
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
@@ -493,3 +495,30 @@ def test_recorded_turns_continue_under_every_template(
     assert played.prompts[1] == [*played.prompts[0], *played.outputs[0], *renderer.insert(FOUND)]
     report = report_of(core)
     assert (report.masked, len(report.lineages)) == ({}, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_of_tokens_joined_are_the_text(name: str, renderers: dict[str, Renderer]) -> None:
+    renderer = renderers[name]
+    for text in ("Ünïcödé und 漢字 are 🧪 text.\n", "<think>\na  b\n</think>", "x" * 300):
+        ids = [*renderer.insert(text), renderer.stop_ids[0]]
+        pieces = [*map(renderer.token_bytes, ids)]
+        assert b"".join(pieces).decode() == renderer.decode(ids)
+        assert all(pieces)
+
+
+def test_a_part_of_a_character_has_its_own_bytes(renderers: dict[str, Renderer]) -> None:
+    ids = renderers["qwen3"].insert("🧪")
+    assert len(ids) > 1
+    assert [*map(renderers["qwen3"].token_bytes, ids)] == [bytes([byte]) for byte in "🧪".encode()]
+    assert renderers["qwen3"].token_bytes(renderers["qwen3"].vocab_size + 5) == b"", "padding of the model's vocabulary"
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_have_their_bytes() -> None:
+    vocabulary = {"<unk>": 0, "▁to": 1, "do": 2, **{f"<0x{byte:02X}>": byte + 3 for byte in range(256)}}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokens = TokenBytes(tokenizer)
+    ids = [1, 2, *(byte + 3 for byte in "é".encode())]
+    assert [*map(tokens.of, ids)] == [b" to", b"do", b"\xc3", b"\xa9"]
+    assert b"".join(map(tokens.of, ids)).decode() == tokenizer.decode(ids)
