@@ -11,8 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -229,3 +229,26 @@ class TurnAnswer:
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         return tuple(block for block in self.blocks if isinstance(block, ToolCall))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AnswerTokens:
+    """Tokens of an answer as they are in its row: the ids that the engine received, and those that it sampled, each
+    with its log-probability (nats) and its bytes. A stop token that was sampled is one of them."""
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    pieces: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerWithTokens(TurnAnswer):
+    """Answer to a request for its tokens. It is made when the answer is sent, and never kept. `tokens` is None if none
+    of the answer was sampled."""
+
+    tokens: AnswerTokens | None
+
+    @classmethod
+    def of(cls, answer: TurnAnswer, tokens: AnswerTokens | None) -> AnswerWithTokens:
+        return cls(**{one.name: getattr(answer, one.name) for one in fields(answer)}, tokens=tokens)

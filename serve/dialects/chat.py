@@ -5,6 +5,8 @@ Invariants:
 - Consecutive messages with the role `tool` answer one turn and become one message.
 - A text part of a message may say `"headrace_kind": "warning"` (docs/gateway.md). The parts of such a
   content are joined as they are. Whether the mark counts is up to the session: only agents of ours may set it.
+- A request may ask for the sampled tokens: for OpenAI's `logprobs`, and for vLLM's `prompt_token_ids` and `token_ids`
+  (`return_token_ids`). They are those of the row, and so are in no place where an agent must echo them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from headrace.serve.conversation import (
+    AnswerTokens,
+    AnswerWithTokens,
     Block,
     Message,
     Reasoning,
@@ -29,7 +33,7 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.dialects import fields, openai
-from headrace.serve.dialects.dialect import WireRequest
+from headrace.serve.dialects.dialect import TokenFields, WireRequest
 from headrace.serve.errors import BadRequest, WireError
 
 if TYPE_CHECKING:
@@ -97,6 +101,7 @@ class ChatCompletions:
             model=model or fields.DEFAULT_MODEL,
             include_usage=options is True,
             samples=_samples(document),
+            token_fields=_asked_tokens(document),
         )
 
     def parse_tokenize(self, body: bytes, headers: Mapping[str, str]) -> TokenizeRequest:
@@ -121,8 +126,9 @@ class ChatCompletions:
         self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
     ) -> dict[str, object]:
         turns = (turn, *others)
-        choices = [_choice(each, index) for index, each in enumerate(turns)]
-        return _head(request, turn, "chat.completion", created_s) | {"choices": choices, "usage": _usage(turns)}
+        choices = [_choice(each, index, request.token_fields) for index, each in enumerate(turns)]
+        whole = _head(request, turn, "chat.completion", created_s) | {"choices": choices, "usage": _usage(turns)}
+        return whole | _prompt_ids(turn, request.token_fields)
 
     def stream(
         self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
@@ -131,7 +137,8 @@ class ChatCompletions:
         if request.include_usage:
             head["usage"] = None
         turns = (turn, *others)
-        parts = [part for index, each in enumerate(turns) for part in _chunks(head, each, index)]
+        asked = request.token_fields
+        parts = [part for index, each in enumerate(turns) for part in _chunks(head, each, index, asked)]
         if request.include_usage:
             parts.append(openai.data(head | {"choices": [], "usage": _usage(turns)}))
         return b"".join([*parts, openai.DONE])
@@ -278,30 +285,78 @@ def _usage(turns: Sequence[TurnAnswer]) -> dict[str, object]:
     }
 
 
-def _choice(turn: TurnAnswer, index: int) -> dict[str, object]:
+def _choice(turn: TurnAnswer, index: int, asked: TokenFields) -> dict[str, object]:
     message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
     if calls := [_call(call) for call in turn.calls]:
         message["tool_calls"] = calls
     if reasoning := [block.text for block in turn.blocks if isinstance(block, Reasoning)]:
         message["reasoning_content"] = "\n".join(reasoning)
-    return {"index": index, "message": message, "logprobs": None} | _end(turn)
+    return {"index": index, "message": message, "logprobs": None} | _token_fields(turn, asked) | _end(turn)
 
 
-def _chunks(head: Mapping[str, object], turn: TurnAnswer, index: int) -> Iterator[bytes]:
-    """Yield the events of one choice."""
-    yield _chunk(head, {"role": "assistant", "content": None if _content(turn) is None else ""}, index)
-    calls, separator = 0, ""
+def _chunks(head: Mapping[str, object], turn: TurnAnswer, index: int, asked: TokenFields) -> Iterator[bytes]:
+    """Yield the events of one choice. Its tokens are in that of its first block, which need not be the one that they
+    spell: clients join them, as they join the texts."""
+    first = {"role": "assistant", "content": None if _content(turn) is None else ""}
+    yield _chunk({**head, **_prompt_ids(turn, asked)}, first, index)
+    calls, separator, tokens = 0, "", _token_fields(turn, asked)
     for block in turn.blocks:
         if isinstance(block, Reasoning):
             # Clients join the deltas, which must give the same text as the answer that is not streamed.
-            yield _chunk(head, {"reasoning_content": separator + block.text}, index)
+            delta: dict[str, object] = {"reasoning_content": separator + block.text}
             separator = "\n"
         elif isinstance(block, ToolCall):
-            yield _chunk(head, {"tool_calls": [{"index": calls} | _call(block)]}, index)
+            delta = {"tool_calls": [{"index": calls} | _call(block)]}
             calls += 1
         else:
-            yield _chunk(head, {"content": block.text}, index)
-    yield _chunk(head, {}, index, turn)
+            delta = {"content": block.text}
+        yield _chunk(head, delta, index, tokens)
+        tokens = {}
+    yield _chunk(head, {}, index, tokens | _end(turn))
+
+
+def _asked_tokens(document: JsonObject) -> TokenFields:
+    """Return what the request asks to be told of the tokens. Raises BadRequest for alternatives to the sampled ones,
+    which are not recorded."""
+    asked = TokenFields(
+        logprobs=fields.boolean(document, "logprobs"),
+        ids=fields.boolean(document, "return_token_ids"),
+        names_ids=fields.boolean(document, "return_tokens_as_token_ids"),
+    )
+    if asked.logprobs and document.get("top_logprobs") not in (None, 0):
+        raise BadRequest("top_logprobs must be 0: only the sampled tokens have log-probabilities here.", "top_logprobs")
+    return asked
+
+
+def _tokens_of(turn: TurnAnswer) -> AnswerTokens | None:
+    return turn.tokens if isinstance(turn, AnswerWithTokens) else None
+
+
+def _prompt_ids(turn: TurnAnswer, asked: TokenFields) -> dict[str, object]:
+    """Return vLLM's field for the ids of the prompt, if it is asked for; it is null if nothing was sampled."""
+    if not asked.ids:
+        return {}
+    tokens = _tokens_of(turn)
+    return {"prompt_token_ids": tokens and list(tokens.prompt_ids)}
+
+
+def _token_fields(turn: TurnAnswer, asked: TokenFields) -> dict[str, object]:
+    """Return the fields of a choice for its sampled tokens that are asked for; they are null if nothing was sampled."""
+    tokens, found = _tokens_of(turn), dict[str, object]()
+    if asked.ids:
+        found["token_ids"] = tokens and list(tokens.ids)
+    if asked.logprobs and tokens is not None:
+        content = [
+            {
+                "token": f"token_id:{token_id}" if asked.names_ids else piece.decode(errors="replace"),
+                "logprob": logprob,
+                "bytes": list(piece),
+                "top_logprobs": [],
+            }
+            for token_id, logprob, piece in zip(tokens.ids, tokens.logprobs, tokens.pieces, strict=True)
+        ]
+        found["logprobs"] = {"content": content, "refusal": None}
+    return found
 
 
 def _samples(document: JsonObject) -> int:
@@ -329,8 +384,7 @@ def _end(turn: TurnAnswer) -> dict[str, object]:
 
 
 def _chunk(
-    head: Mapping[str, object], delta: Mapping[str, object], index: int, ended: TurnAnswer | None = None
+    head: Mapping[str, object], delta: Mapping[str, object], index: int, more: Mapping[str, object] | None = None
 ) -> bytes:
-    end = {"finish_reason": None} if ended is None else _end(ended)
-    choice = {"index": index, "delta": delta, "logprobs": None} | end
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | dict(more or {})
     return openai.data({**head, "choices": [choice]})

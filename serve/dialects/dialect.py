@@ -30,10 +30,25 @@ class CallShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFields:
+    """What a request asks to be told of the sampled tokens: their log-probabilities, and the ids of prompt and answer.
+    With `names_ids`, the token of a log-probability is spelled `token_id:N` instead of its text."""
+
+    logprobs: bool = False
+    ids: bool = False
+    names_ids: bool = False
+
+    @property
+    def any(self) -> bool:
+        return self.logprobs or self.ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WireRequest:
     """Parsed request body. `model` is the name that the response repeats; `include_usage` requests a usage chunk at the
     end of the stream, in APIs where that is optional; `call_shapes` maps the names of the tools in `turn.tools` that
-    are not plain functions to their shapes; `samples` is the number of answers, in APIs that can ask for several."""
+    are not plain functions to their shapes; `samples` is the number of answers, in APIs that can ask for several. The
+    answers to a request with `token_fields` are `AnswerWithTokens`."""
 
     turn: TurnRequest
     stream: bool
@@ -41,6 +56,7 @@ class WireRequest:
     include_usage: bool = True
     call_shapes: Mapping[str, CallShape] = field(default_factory=dict)
     samples: int = 1
+    token_fields: TokenFields = TokenFields()
 
 
 class Dialect(Protocol):

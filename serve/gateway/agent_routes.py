@@ -115,7 +115,7 @@ class AgentRoutes:
                     )
                     sending.append(found.turn_id)
                     live.delivering[found.turn_id] += 1
-                    return found
+                    return self._turns.with_tokens(live, found) if asked.token_fields.any else found
                 except WireError:
                     raise
                 except Exception:

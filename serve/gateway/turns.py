@@ -29,7 +29,7 @@ from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, R
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.trie import Match, path
-from headrace.serve.conversation import Role, TurnRequest, say
+from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, Role, TurnRequest, say
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown, TooManyRequests
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
@@ -252,6 +252,20 @@ class Turns:
             if live.closed and task is not None and not task.cancelling():
                 raise SessionUnknown("This session was closed while the turn was running.") from None
             raise
+
+    def with_tokens(self, live: LiveSession, answer: TurnAnswer) -> AnswerWithTokens:
+        """Return the answer with its tokens, which are those of its turn in the session's trie."""
+        node = live.core.trie.by_turn(answer.turn_id)
+        if node is None:
+            return AnswerWithTokens.of(answer, None)
+        whole = live.core.trie.path_ids(node)
+        tokens = AnswerTokens(
+            prompt_ids=whole[: node.parent.length],
+            ids=node.ids,
+            logprobs=node.logprobs,
+            pieces=[*map(self._renderer.token_bytes, node.ids)],
+        )
+        return AnswerWithTokens.of(answer, tokens)
 
     async def count_tokens(self, live: LiveSession, request: TurnRequest) -> int:
         """Return the length of a request's prompt, in tokens. Raises BadRequest, SessionUnknown."""

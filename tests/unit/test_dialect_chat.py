@@ -9,6 +9,8 @@ import orjson
 import pytest
 
 from headrace.serve.conversation import (
+    AnswerTokens,
+    AnswerWithTokens,
     Message,
     Reasoning,
     Role,
@@ -350,3 +352,60 @@ def test_the_model_list_has_openais_format() -> None:
         "object": "list",
         "data": [{"id": "policy", "object": "model", "created": 7, "owned_by": "headrace"}],
     }
+
+
+TOKENS = AnswerTokens(prompt_ids=[5, 6], ids=[7, 8], logprobs=[-0.5, -0.25], pieces=[b"\xc3", b"\xa9"])
+
+
+def test_only_what_is_asked_for_is_told_of_the_tokens() -> None:
+    turn = AnswerWithTokens.of(answered(Text("é"), end=TurnEnd.STOP), TOKENS)
+
+    def answer(**asked: object) -> dict[str, Any]:
+        return DIALECT.answer(parse(**asked), turn, created_s=0)
+
+    plain = answer(return_tokens_as_token_ids=True, top_logprobs=4)
+    assert "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+    assert plain["choices"][0]["logprobs"] is None
+    ids = answer(return_token_ids=True)
+    assert (ids["prompt_token_ids"], ids["choices"][0]["token_ids"]) == ([5, 6], [7, 8])
+    assert ids["choices"][0]["logprobs"] is None
+    whole = answer(logprobs=True, top_logprobs=0)
+    assert "prompt_token_ids" not in whole
+    assert whole["choices"][0]["logprobs"]["content"] == [
+        {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3], "top_logprobs": []},
+        {"token": "\ufffd", "logprob": -0.25, "bytes": [0xA9], "top_logprobs": []},
+    ]
+    named = answer(logprobs=True, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in named] == [("token_id:7", [0xC3]), ("token_id:8", [0xA9])]
+
+
+def test_a_stream_tells_the_tokens_once_whatever_blocks_it_has() -> None:
+    request = parse(stream=True, logprobs=True, return_token_ids=True)
+    for blocks in ((), (Text("a"),), (Reasoning("r"), Text("a"), CALL)):
+        stream = DIALECT.stream(request, AnswerWithTokens.of(answered(*blocks), TOKENS), created_s=0)
+        chunks = [data for _, data in wires.read_events(stream)[:-1]]
+        assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[5, 6]] + [None] * (len(chunks) - 1)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert [token for choice in choices for token in choice.get("token_ids") or ()] == [7, 8]
+        logprobs = [one["logprob"] for choice in choices if choice["logprobs"] for one in choice["logprobs"]["content"]]
+        assert logprobs == [-0.5, -0.25]
+
+
+def test_an_answer_of_which_nothing_was_sampled_has_null_tokens() -> None:
+    turn = AnswerWithTokens.of(answered(Text("over"), end=TurnEnd.STOP), None)
+    whole: dict[str, Any] = DIALECT.answer(parse(logprobs=True, return_token_ids=True), turn, created_s=0)
+    [choice] = whole["choices"]
+    assert (whole["prompt_token_ids"], choice["token_ids"], choice["logprobs"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "return_token_ids", "return_tokens_as_token_ids"])
+def test_a_token_field_that_is_no_boolean_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        parse(**{name: 1})
+    assert refused.value.field == name
+
+
+def test_alternatives_to_the_sampled_tokens_are_refused() -> None:
+    with pytest.raises(BadRequest, match="top_logprobs must be 0"):
+        parse(logprobs=True, top_logprobs=3)
