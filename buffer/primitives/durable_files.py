@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 PARTIAL = ".partial"
@@ -29,12 +30,17 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write or replace a file atomically: readers see the complete old file or the complete new one,
     even after a power cut.
     `mode` is that of the new file, less the umask. Raises OSError."""
+    replace_from(path, (data,), mode=mode)
+
+
+def replace_from(path: Path, pieces: Iterable[bytes], *, mode: int = 0o666) -> None:
+    """Write or replace a file like `replace_file`, piece by piece. Raises OSError, and what `pieces` raises."""
     staged = path.with_name(path.name + PARTIAL)
     # A file left over by a crash may have wider permissions.
     staged.unlink(missing_ok=True)
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         os.fsync(descriptor)
     staged.replace(path)
