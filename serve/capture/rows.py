@@ -54,7 +54,8 @@ class Masked(StrEnum):
     """The turn's stop string ends inside a token: the policy sampled more text than the agent was given."""
 
 
-_IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED, Masked.STOP_BORDER)
+IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED, Masked.STOP_BORDER)
+"""Verdicts of the turns that rows contain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ class SessionReport:
 def report_of(session: Session) -> SessionReport:
     """Return the report of a session."""
     verdicts = verdicts_of(session)
-    in_rows = {node for node, reason in verdicts.items() if reason in _IN_ROWS}
+    in_rows = {node for node, reason in verdicts.items() if reason in IN_ROWS}
     inner = {sampled for node in in_rows for _, sampled in path(node)[:-1]}
     leaves = [node for node in verdicts if node in in_rows and node not in inner]
     owned: set[SampledNode] = set()
@@ -135,7 +136,7 @@ def report_of(session: Session) -> SessionReport:
         trained = {node for node in mine if verdicts[node] is None}
         rows_by_leaf[leaf] = _row(leaf, mine, trained, seen)
         lineages[leaf] = Lineage(
-            name=_name(leaf, session.trie),
+            name=lineage_name(leaf, session.trie),
             truncated=leaf.truncated,
             turns=tuple(
                 (node.turn_id, node.length - len(node.ids), node.length) for node in in_order if node in trained
@@ -251,7 +252,7 @@ def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode], s
     )
 
 
-def _name(leaf: SampledNode, trie: Trie) -> str:
+def lineage_name(leaf: SampledNode, trie: Trie) -> str:
     """Return the lineage's name: `0` for the first conversation; `2.compaction` and `1.agent-7` name the purpose and
     the agent, if known."""
     root, origin = path(leaf)[0][0], leaf.parent.origin
@@ -265,7 +266,7 @@ def tree_of(session: Session) -> list[dict[str, object]]:
         {
             "turn_id": node.turn_id,
             "parent": node.parent.parent.turn_id if node.parent.parent else None,
-            "lineage": _name(node, session.trie),
+            "lineage": lineage_name(node, session.trie),
             "rendered_tokens": len(node.parent.ids),
             "sampled_tokens": len(node.ids) + node.dropped,
             "dropped_tokens": node.dropped,
@@ -286,7 +287,7 @@ def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) ->
         TranscriptTurn(
             turn_id=node.turn_id,
             parent=node.parent.parent.turn_id if node.parent.parent else "",
-            lineage=_name(node, session.trie),
+            lineage=lineage_name(node, session.trie),
             prompt=decode(node.parent.ids),
             answer=decode(node.ids),
             sampled_tokens=len(node.ids) + node.dropped,

@@ -150,12 +150,12 @@ class TurnPlan:
 class Session:
     """One agent's conversations. A turn calls `match`, `accepted`, `replay`, `delta` and `plan`, then an engine, and
     then `recorded` or `aborted`. It passes the resulting event to `apply`, and applies `Delivered` once the answer has
-    been sent."""
+    been sent. With `keeps_answers`, the answers of accepted turns remain available, for an export."""
 
-    def __init__(self, spec: SessionSpec, opened_at: float) -> None:
+    def __init__(self, spec: SessionSpec, opened_at: float, *, keeps_answers: bool = False) -> None:
         self.spec = spec
         self.opened_at = opened_at
-        self.trie = Trie()
+        self.trie = Trie(keeps_answers=keeps_answers)
         self.turns = 0
         self.exhausted = Exhausted.NONE
         self.failures: list[str] = []

@@ -119,21 +119,21 @@ class SessionLog:
                 logger.warning("skipping invalid session log %s: %s", path.name, error)
 
     def load_finished(self, session_id: SessionId) -> Session | None:
-        """Return a finished session; None if its log has been removed or is not readable."""
+        """Return a finished session with all its answers; None if its log has been removed or is not readable."""
         path = self._path(session_id, _FINISHED)
         with suppress(LogBroken):
-            return self._load(path) if path.exists() else None
+            return self._load(path, keeps_answers=True) if path.exists() else None
         return None
 
-    def load(self, session_id: SessionId) -> Session:
+    def load(self, session_id: SessionId, *, keeps_answers: bool = False) -> Session:
         """Return the session as of the last complete line of its log. Raises LogBroken."""
-        return self._load(self._path(session_id))
+        return self._load(self._path(session_id), keeps_answers=keeps_answers)
 
-    def _load(self, path: Path) -> Session:
+    def _load(self, path: Path, *, keeps_answers: bool) -> Session:
         try:
             lines = path.read_bytes().split(b"\n")
             opened = self._opened(lines[0] + b"\n" * (len(lines) > 1))
-            session = Session(opened.spec, opened.opened_at)
+            session = Session(opened.spec, opened.opened_at, keeps_answers=keeps_answers)
             # The text after the last line end is empty, or a torn line.
             for line in lines[1:-1]:
                 session.apply(_event(orjson.loads(line)))

@@ -76,8 +76,8 @@ class PromptNode:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SampledNode:
     """Sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is retained until the agent has accepted
-    it. `said` is the digest of the turn's text as the agent continues it, with its stop string, and `said_characters`
-    its length. `dropped` and `border` are those of the event."""
+    it, or longer if the trie keeps answers. `said` is the digest of the turn's text as the agent continues it, with its
+    stop string, and `said_characters` its length. `dropped` and `border` are those of the event."""
 
     above: weakref.ref[PromptNode]
     turn_id: str
@@ -151,9 +151,10 @@ class Match:
 
 
 class Trie:
-    """Forest of one session's conversations."""
+    """Forest of one session's conversations. With `keeps_answers`, it holds answers also after they were accepted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_answers: bool = False) -> None:
+        self._keeps_answers = keeps_answers
         self.roots: list[PromptNode] = []
         self.sampled: list[SampledNode] = []
         self._numbers = 0
@@ -216,7 +217,9 @@ class Trie:
         """Mark this turn and all turns before it as accepted by the agent, and drop their answers."""
         for _, sampled in path(node):
             if not sampled.status.is_partial:
-                sampled.status, sampled.answer = Status.ACCEPTED, None
+                sampled.status = Status.ACCEPTED
+                if not self._keeps_answers:
+                    sampled.answer = None
 
     def node_of(self, message: Message) -> SampledNode | None:
         """Return the turn that an assistant message identifies by one of our ids, whatever its wording."""
