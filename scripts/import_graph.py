@@ -55,7 +55,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "miniatures", "learners"),
     ),
     "serve": (
-        *("conversation", "errors", "observing", "parsing", "rendering", "capture", "dialects"),
+        *("conversation", "errors", "observing", "parsing", "rendering", "capture", "dialects", "exports"),
         *("gateway", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (

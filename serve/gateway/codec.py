@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Final, TypeVar
 
@@ -20,10 +20,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from headrace.buffer.token_kinds import KindRuns, from_runs, to_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.events import Exhausted
-from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
-from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec, TrainedPart
+from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn, tree_of
+from headrace.serve.capture.session import (
+    FINAL_TEXT,
+    Budgets,
+    Sampling,
+    Session,
+    SessionId,
+    SessionSpec,
+    TrainedPart,
+)
 from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.errors import BadRequest
+from headrace.serve.exports import json_pieces
 
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 
@@ -204,20 +213,44 @@ def write_plain_report(report: SessionReport) -> dict[str, object]:
     rows = report.trajectory.rows if report.trajectory else ()
     return {
         "session_id": report.session_id,
-        "rows": [
-            {
-                "tokens": row.tokens_T.tolist(),
-                "loss_mask": row.loss_mask_T.astype(int).tolist(),
-                "logprobs": row.logprobs_T.tolist(),
-                "versions": [span.to_json() for span in row.versions],
-                "lineage": lineage.name,
-                "truncated": lineage.truncated,
-            }
-            for row, lineage in zip(rows, report.lineages, strict=True)
-        ],
-        **_counts(report),
-        "masked": {reason.value: report.masked.get(reason, 0) for reason in Masked},
+        "rows": [plain_row(row, lineage) for row, lineage in zip(rows, report.lineages, strict=True)],
+        **plain_counts(report),
     }
+
+
+def plain_row(row: Row, lineage: Lineage) -> dict[str, object]:
+    """Return a row as plain numbers."""
+    return {
+        "tokens": row.tokens_T.tolist(),
+        "loss_mask": row.loss_mask_T.astype(int).tolist(),
+        "logprobs": row.logprobs_T.tolist(),
+        "versions": [span.to_json() for span in row.versions],
+        "lineage": lineage.name,
+        "truncated": lineage.truncated,
+    }
+
+
+def plain_counts(report: SessionReport) -> dict[str, object]:
+    """Return the counts of a report, with a number for each reason to mask tokens."""
+    return _counts(report) | {"masked": {reason.value: report.masked.get(reason, 0) for reason in Masked}}
+
+
+def plain_pieces(session: Session, report: SessionReport) -> Iterator[bytes]:
+    """Yield the pieces of the JSON of a whole session, with plain numbers: its report, its sampling, and its tree with
+    the ids and log-probabilities of every turn, of which `rendered_ids` follow those of the turn's parent."""
+    rows = zip(report.trajectory.rows if report.trajectory else (), report.lineages, strict=True)
+    tree = (
+        entry | {"rendered_ids": list(node.parent.ids), "sampled_ids": list(node.ids), "logprobs": list(node.logprobs)}
+        for entry, node in zip(tree_of(session), session.trie.sampled, strict=True)
+    )
+    head = {"session_id": report.session_id, "sampling": session.spec.sampling} | plain_counts(report)
+    return json_pieces.document(
+        [
+            *((name, json_pieces.value(entry)) for name, entry in head.items()),
+            ("rows", json_pieces.array(json_pieces.value(plain_row(row, lineage)) for row, lineage in rows)),
+            ("tree", json_pieces.array(map(json_pieces.value, tree))),
+        ]
+    )
 
 
 def _counts(report: SessionReport) -> dict[str, object]:

@@ -3,6 +3,7 @@ sent the path in the trie, and each token is trained once or masked for a reason
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Delivered, Status
-from headrace.serve.capture.rows import Masked, report_of, verdicts_of
+from headrace.serve.capture.rows import IN_ROWS, Masked, report_of, verdicts_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Purpose, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.exports.atif import AtifWriter
+from headrace.serve.exports.prompt_messages import MessageShape
+from headrace.serve.exports.rollout_details import rollout_details
 from headrace.serve.gateway import codec
 from support.session_rig import ByteChat, Rig, asks, call, results, user
 
@@ -216,6 +220,32 @@ class Interleaved(RuleBasedStateMachine):
         for node, reason in verdicts_of(self.played.core).items():
             if node.status is Status.ACCEPTED:
                 assert reason in (None, Masked.SIDE)
+
+    @invariant()
+    def each_turn_is_exported_once(self) -> None:
+        core, report = self.played.core, report_of(self.played.core)
+        details = json.loads(b"".join(rollout_details(core)))
+        assert len(details) == len(report.lineages)
+        turns = [turn_id for detail in details for turn_id in detail["extra"]["turn_id"]]
+        assert sorted(turns) == sorted(node.turn_id for node, reason in verdicts_of(core).items() if reason in IN_ROWS)
+        assert sum(sum(mask) for one in details for mask in one["extra"]["loss_mask"]) == report.trained_tokens
+        for detail in details:
+            before: list[int] = []
+            ids = zip(detail["prompt_token_ids"], detail["completion_token_ids"], strict=True)
+            for turn_id, (prompt, completion) in zip(detail["extra"]["turn_id"], ids, strict=True):
+                assert prompt[: len(before)] == before
+                before = prompt + completion
+                assert before == self.ledger.whole[turn_id]
+        shape = MessageShape.of(self.played.renderer)
+        whole = json.loads(b"".join(AtifWriter(self.played.renderer.decode, shape).pieces(core, report)))
+        steps = [step for one in [whole, *whole.get("subagent_trajectories", ())] for step in one["steps"]]
+        own = [step for step in steps if "metrics" in step]
+        assert sorted(step["extra"]["turn_id"] for step in own) == sorted(self.ledger.whole)
+        for step in own:
+            ids = step["metrics"]["prompt_token_ids"] + step["metrics"]["completion_token_ids"]
+            assert ids == self.ledger.whole[step["extra"]["turn_id"]]
+        trained = [len(step["metrics"]["logprobs"]) for step in own if step["extra"]["masked"] is None]
+        assert sum(trained) == report.trained_tokens
 
 
 class InterleavedRows(Interleaved):
