@@ -6,6 +6,8 @@
     │   │   └── BodyUnreadable   the body's encoding or framing is broken
     │   ├── ContextExceeded      400, prompt over the context budget
     │   ├── SessionUnknown       400, no such session, or it is closed
+    │   │   └── ExportUnknown    404, no finished session to export
+    │   ├── SessionUnfinished    409, the session to export is still open
     │   ├── RequestTimeout       408, the request did not arrive in time
     │   ├── BodyTooLarge         413
     │   ├── TooManyRequests      429, the session has too much under way
@@ -76,6 +78,20 @@ class SessionUnknown(WireError):
     stop immediately."""
 
     code = "unknown_session"
+
+
+class ExportUnknown(SessionUnknown):
+    """No finished session with this id is kept. Knobs: gateway.session_log_dir (`--state`) and
+    gateway.finished_grace_s."""
+
+    status = 404
+
+
+class SessionUnfinished(WireError):
+    """The session is still open: it can be exported once it has been finished."""
+
+    status = 409
+    code = "session_unfinished"
 
 
 class RequestTimeout(WireError):

@@ -59,6 +59,7 @@ from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.run import exit_codes
+from headrace.serve.exports.export_form import ExportForm
 
 if TYPE_CHECKING:
     from headrace.actors.run.summary import RunSummary
@@ -458,6 +459,12 @@ def serve_gateway(
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Context limit of a session; by default that of the engines.")
     ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Folder to write each finished session to; by default none is written.")
+    ] = None,
+    export_form: Annotated[
+        ExportForm, typer.Option(help="Form of the files in the --export folder.")
+    ] = ExportForm.ROWS,
     json: Json = None,
 ) -> None:
     """Serve a token-exact proxy in front of engines. Agents use Anthropic Messages, OpenAI Chat Completions or
@@ -475,6 +482,8 @@ def serve_gateway(
         parser=parser,
         max_context_tokens=max_context_tokens,
         engine_key_file=engine_key_file,
+        export=export,
+        export_form=export_form,
     )
     serve_gateway(options, lambda url: _announce(url, json))
 

@@ -101,7 +101,7 @@ class ChatCompletions:
             model=model or fields.DEFAULT_MODEL,
             include_usage=options is True,
             samples=_samples(document),
-            token_fields=_asked_tokens(document),
+            token_fields=fields.token_fields(document),
         )
 
     def parse_tokenize(self, body: bytes, headers: Mapping[str, str]) -> TokenizeRequest:
@@ -313,19 +313,6 @@ def _chunks(head: Mapping[str, object], turn: TurnAnswer, index: int, asked: Tok
         yield _chunk(head, delta, index, tokens)
         tokens = {}
     yield _chunk(head, {}, index, tokens | _end(turn))
-
-
-def _asked_tokens(document: JsonObject) -> TokenFields:
-    """Return what the request asks to be told of the tokens. Raises BadRequest for alternatives to the sampled ones,
-    which are not recorded."""
-    asked = TokenFields(
-        logprobs=fields.boolean(document, "logprobs"),
-        ids=fields.boolean(document, "return_token_ids"),
-        names_ids=fields.boolean(document, "return_tokens_as_token_ids"),
-    )
-    if asked.logprobs and document.get("top_logprobs") not in (None, 0):
-        raise BadRequest("top_logprobs must be 0: only the sampled tokens have log-probabilities here.", "top_logprobs")
-    return asked
 
 
 def _tokens_of(turn: TurnAnswer) -> AnswerTokens | None:

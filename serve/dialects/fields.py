@@ -17,6 +17,7 @@ import orjson
 
 from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.conversation import Message, Role, Text
+from headrace.serve.dialects.dialect import TokenFields
 from headrace.serve.errors import BadRequest
 
 Parsed = TypeVar("Parsed")
@@ -184,6 +185,19 @@ def sampling_digest(document: JsonObject) -> str:
     if not given:
         return ""
     return blake2b(json_text(given, "sampling parameters").encode(), digest_size=8).hexdigest()
+
+
+def token_fields(document: JsonObject) -> TokenFields:
+    """Return what a request asks to be told of the sampled tokens. Raises BadRequest for alternatives to them, which
+    are not recorded."""
+    asked = TokenFields(
+        logprobs=boolean(document, "logprobs"),
+        ids=boolean(document, "return_token_ids"),
+        names_ids=boolean(document, "return_tokens_as_token_ids"),
+    )
+    if asked.logprobs and document.get("top_logprobs") not in (None, 0):
+        raise BadRequest("top_logprobs must be 0: only the sampled tokens have log-probabilities here.", "top_logprobs")
+    return asked
 
 
 def calls_allowed(choice: object, none: object, auto: object) -> bool:

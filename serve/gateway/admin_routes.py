@@ -1,4 +1,4 @@
-"""The HTTP routes for workers: they open, finish and delete sessions, one or many per request, in JSON.
+"""The HTTP routes for workers: they open, finish, export and delete sessions, in JSON.
 
 Invariants:
 - Every route needs the admin token, compared in constant time.
@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import orjson
@@ -25,6 +26,7 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from headrace.serve.exports.export_form import ExportForm
 from headrace.serve.gateway import codec
 from headrace.serve.gateway.agent_routes import Handler, bearer_of
 from headrace.serve.gateway.connections import CLIENT_LINGER_S, dismiss
@@ -34,14 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.serve.gateway.bodies import Bodies
+    from headrace.serve.gateway.exports import Exporter
     from headrace.serve.gateway.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
 
 
 class AdminRoutes:
-    """Handlers for a gateway's sessions. `base_url` returns the base of the URLs given to agents, and `decode` returns
-    the text of token ids."""
+    """Handlers for a gateway's sessions. `base_url` returns the base of the URLs given to agents, `decode` returns the
+    text of token ids, and `exporter` makes the documents of finished sessions."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class AdminRoutes:
         base_url: Callable[[], str],
         *,
         decode: Callable[[Sequence[int]], str],
+        exporter: Exporter,
         bodies: Bodies,
         max_context_tokens: int | None,
     ) -> None:
@@ -57,6 +61,7 @@ class AdminRoutes:
         self._admin_token = admin_token.encode()
         self._base_url = base_url
         self._decode = decode
+        self._exporter = exporter
         self._bodies = bodies
         self._max_context_tokens = max_context_tokens
 
@@ -64,6 +69,7 @@ class AdminRoutes:
         app.router.add_post("/sessions", self._guarded(self._open))
         app.router.add_post("/sessions/finish", self._guarded(self._finish_many))
         app.router.add_post("/sessions/{session_id:.+}/finish", self._guarded(self._finish))
+        app.router.add_get("/sessions/{session_id:.+}/export", self._guarded(self._export))
         app.router.add_delete("/sessions/{session_id:.+}", self._guarded(self._forget))
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
@@ -120,6 +126,23 @@ class AdminRoutes:
             raise SessionUnknown("This session is unknown or closed.")
         document = codec.write_plain_report(finished.report)
         return json_response(document | {"tree": finished.tree} if form.tree else document)
+
+    async def _export(self, request: web.Request) -> web.StreamResponse:
+        name = request.query.get("form", ExportForm.ROWS)
+        if name not in tuple(ExportForm):
+            raise BadRequest(f"form must be one of {', '.join(ExportForm)}.", "form")
+        finished = await self._sessions.finished(SessionId(request.match_info["session_id"]))
+        pieces = self._exporter.pieces(ExportForm(name), finished.session, finished.report)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        piece = await asyncio.to_thread(next, pieces, b"")
+        with suppress(ConnectionError):
+            await response.prepare(request)
+            # Piece by piece, as fast as the client reads: a document may be much larger than its session.
+            while piece:
+                await response.write(piece)
+                piece = await asyncio.to_thread(next, pieces, b"")
+            await response.write_eof()
+        return response
 
     async def _forget(self, request: web.Request) -> web.StreamResponse:
         if not await self._sessions.forget(SessionId(request.match_info["session_id"])):

@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.policies.processes.engine_keys import EngineKeyFiles
+from headrace.serve.exports.export_form import ExportForm
 
 
 class ModelUse(StrEnum):
@@ -88,6 +89,10 @@ class GatewayConfig(GatewaySection):
     session_log_dir: Path | None = None
     """Folder of the session logs, from which a restarted gateway restores its sessions. None: sessions end with the
     process."""
+    export_dir: Path | None = None
+    """Folder into which each finished session is written, of this gateway alone. None: sessions are not exported."""
+    export_form: ExportForm = ExportForm.ROWS
+    """Form of the files in `export_dir`."""
     max_context_tokens: int | None = Field(default=None, ge=1)
     """The engines' context length, prompt and output together; an upper bound for every session's."""
     foreign_version: str | None = None

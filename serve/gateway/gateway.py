@@ -35,6 +35,7 @@ from headrace.serve.gateway.bodies import Bodies
 from headrace.serve.gateway.body_budget import BodyBudget
 from headrace.serve.gateway.connections import ConnectionSettings, dismiss, listen
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.exports import Exporter, ExportFolder
 from headrace.serve.gateway.limited_log import LimitedLog
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
@@ -68,7 +69,8 @@ class GatewayStats:
     not be parsed; `parser_fails` means that many turns in a row had such markup but no call, so that the parser is
     probably the wrong one for the model; `silent` counts the consecutive calls that an engine did not answer in time;
     `closed` lists the engines whose gate is closed; `table_version` is the version of the routing table, -1 before the
-    first one; `coverage` is that of the latest finished sessions."""
+    first one; `coverage` is that of the latest finished sessions; `failed_exports` counts finished sessions that could
+    not be written to the folder for exports."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -81,6 +83,7 @@ class GatewayStats:
     closed: tuple[str, ...] = ()
     table_version: int = -1
     coverage: Coverage = field(default_factory=Coverage)
+    failed_exports: int = 0
 
     @classmethod
     def together(cls, several: Sequence[GatewayStats]) -> GatewayStats:
@@ -105,6 +108,7 @@ class GatewayStats:
             closed=tuple(sorted({engine for stats in several for engine in stats.closed})),
             table_version=max(stats.table_version for stats in several),
             coverage=Coverage.together(stats.coverage for stats in several),
+            failed_exports=sum(stats.failed_exports for stats in several),
         )
 
 
@@ -139,8 +143,9 @@ class Gateway:
         """Start listening and return the base URL (`http://host:port`). Call this first; after a restart, pass the
         previous port.
 
-        Raises OSError if the port is taken, TokenizerInvalid if the tokenizer cannot be used or its template hides the
-        message bodies that `token_kinds` needs, and ParserUnknown.
+        Raises OptionRefused if the folder for exports cannot be used, OSError if the port is taken, TokenizerInvalid if
+        the tokenizer cannot be used or its template hides the message bodies that `token_kinds` needs, and
+        ParserUnknown.
         """
         return_large_blocks()
         renderer = self._renderer
@@ -210,6 +215,11 @@ class Gateway:
             held_after_s=config.held_after_s,
             incarnation=secrets.token_hex(4),
         )
+        self._exporter = Exporter(renderer)
+        self._exports = None
+        if config.export_dir is not None:
+            self._exports = ExportFolder(config.export_dir, config.export_form, self._exporter)
+            stack.callback(self._exports.close)
         self._sessions = SessionTable(
             self._turns,
             SessionLog(config.session_log_dir) if config.session_log_dir else None,
@@ -217,6 +227,7 @@ class Gateway:
             tasks,
             expire_grace_s=config.expire_grace_s,
             finished_grace_s=config.finished_grace_s,
+            exports=self._exports,
         )
 
     def _renders(self, renderer: Renderer) -> Renders:
@@ -272,6 +283,7 @@ class Gateway:
             closed=self._pool.router.closed(time.monotonic()),
             table_version=self._pool.router.table.version,
             coverage=self._sessions.coverage.coverage,
+            failed_exports=self._exports.failed if self._exports else 0,
         )
 
     def _application(self, renderer: Renderer) -> web.Application:
@@ -292,6 +304,7 @@ class Gateway:
             self._admin_token,
             lambda: config.advertise_url or self._base_url,
             decode=renderer.decode,
+            exporter=self._exporter,
             bodies=bodies,
             max_context_tokens=config.max_context_tokens,
         ).add_to(app)

@@ -4,6 +4,8 @@ Invariants:
 - At most one session with a given id is open at a time; its token is random and identifies only this session.
 - After a restart logged sessions remain available under their tokens; each is read when it is first needed.
 - If there is a log, finishing a session again within `finished_grace_s` returns the same report.
+- If there is a folder for exports, a session is exported before it leaves the table: after a crash in between, it is
+  restored, and exported when it is finished again.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.serve.capture.coverage import CoverageWindow
@@ -20,9 +23,13 @@ from headrace.serve.capture.rows import SessionReport, conversation_of, report_o
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.capture.session_usage import UsageClock
-from headrace.serve.errors import LogBroken, SessionExists
+from headrace.serve.errors import ExportUnknown, LogBroken, SessionExists, SessionUnfinished
+from headrace.serve.exports.export_form import ExportForm
 from headrace.serve.gateway.turns import LiveSession, Turns
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
+
+if TYPE_CHECKING:
+    from headrace.serve.gateway.exports import ExportFolder
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +54,8 @@ class FinishedSession:
 
 
 class SessionTable:
-    """Open sessions by id and token. `clock` is monotonic; `tasks` holds the turns in flight."""
+    """Open sessions by id and token. `clock` is monotonic; `tasks` holds the turns in flight. Finished sessions are
+    written to `exports`, if it is given."""
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class SessionTable:
         *,
         expire_grace_s: float,
         finished_grace_s: float,
+        exports: ExportFolder | None = None,
     ) -> None:
         self.coverage = CoverageWindow()
         self._turns = turns
@@ -66,6 +75,9 @@ class SessionTable:
         self._tasks = tasks
         self._expire_grace_s = expire_grace_s
         self._finished_grace_s = finished_grace_s
+        self._exports = exports
+        # The other forms need no answers, which are as long as all that was sampled.
+        self._keeps_answers = exports is not None and exports.form is ExportForm.ATIF
         self._live: dict[SessionId, LiveSession] = {}
         self._unread: dict[SessionId, Opened] = {}
         """Logged sessions of an earlier process that have not been needed yet."""
@@ -101,7 +113,7 @@ class SessionTable:
                 for one in opened:
                     self._log.remove(one.spec.session_id)
                 raise
-        return [self._enter(one, Session(one.spec, one.opened_at)) for one in opened]
+        return [self._enter(one, Session(one.spec, one.opened_at, keeps_answers=self._keeps_answers)) for one in opened]
 
     def _enter(self, opened: Opened, core: Session) -> LiveSession:
         live = LiveSession(
@@ -125,7 +137,7 @@ class SessionTable:
         """Return the session with this id, or None. Raises LogBroken if its log cannot be read."""
         live = self._live.get(session_id)
         if live is None and self._log is not None and (opened := self._unread.get(session_id)) is not None:
-            live = self._enter(opened, self._log.load(session_id))
+            live = self._enter(opened, self._log.load(session_id, keeps_answers=self._keeps_answers))
             del self._unread[session_id]
         return live
 
@@ -137,9 +149,14 @@ class SessionTable:
             ROLLOUT_ATTEMPT.set(live.attempt)
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
-            return FinishedSession(report_of(known), known) if known else None
+            if known is None:
+                return None
+            finished = FinishedSession(report_of(known), known)
+            await self._export(finished)
+            return finished
         # The session stays in the table until its turns have ended: the caller may disconnect before that, and retry.
         report = await self._turns.close(live)
+        await self._export(FinishedSession(report, live.core))
         if self._drop(live):
             if live.core.spec.sampling.exact:
                 # Otherwise nothing is trained, as the caller wants it.
@@ -147,6 +164,28 @@ class SessionTable:
             if self._log is not None:
                 self._log.finish(session_id)
         return FinishedSession(report, live.core)
+
+    async def _export(self, finished: FinishedSession) -> None:
+        """Write a session to the folder for exports, if there is one. Never fails."""
+        if self._exports is not None:
+            # A caller that disconnects must not leave a thread that writes while the next export begins.
+            await asyncio.shield(self._tasks.create_task(self._exports.write(finished.session, finished.report)))
+
+    async def finished(self, session_id: SessionId) -> FinishedSession:
+        """Return a session that was finished recently, with its answers. Raises SessionUnfinished, ExportUnknown."""
+        if session_id in self._live or session_id in self._unread:
+            raise SessionUnfinished(f"Session {session_id} is still open: POST /sessions/{session_id}/finish first.")
+        if self._log is None:
+            raise ExportUnknown(
+                "This gateway keeps no finished sessions; start it with --state, a folder for session logs."
+            )
+        known = await asyncio.to_thread(self._log.load_finished, session_id)
+        if known is None:
+            raise ExportUnknown(
+                f"No session with this id was finished in the last {self._finished_grace_s:.0f} s "
+                "(gateway.finished_grace_s)."
+            )
+        return FinishedSession(report_of(known), known)
 
     async def forget(self, session_id: SessionId) -> bool:
         """Close a session without a report; return False if it is unknown."""

@@ -34,6 +34,7 @@ from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.key_files import make_key, read_key
 from headrace.serve.errors import OptionRefused
+from headrace.serve.exports.export_form import ExportForm
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
@@ -77,7 +78,7 @@ async def portioned_collections(*, full_every_s: float = FULL_EVERY_S) -> AsyncI
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneOptions:
     """Command-line options. `engine_urls` are SGLang servers; `admin_token_file` is created if it is missing;
-    `engine_key_file` has the key of all engines."""
+    `engine_key_file` has the key of all engines; finished sessions are written to the folder `export`."""
 
     engine_urls: tuple[str, ...]
     tokenizer_dir: Path
@@ -89,6 +90,8 @@ class StandaloneOptions:
     parser: str = "auto"
     max_context_tokens: int | None = None
     engine_key_file: Path | None = None
+    export: Path | None = None
+    export_form: ExportForm = ExportForm.ROWS
 
 
 def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
@@ -110,6 +113,8 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
     config = GatewayConfig(
         tokenizer_dir=options.tokenizer_dir,
         session_log_dir=options.state,
+        export_dir=options.export,
+        export_form=options.export_form,
         engine_keys=EngineKeyFiles(own=options.engine_key_file),
         advertise_url=options.advertise_url,
         parser=options.parser,

@@ -10,7 +10,7 @@ import random
 import re
 from array import array
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import pytest
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.errors import GatewayUnreachable
 from headrace.serve.gateway.client import GatewayClient
 from support.chat_templates import FAT, LONG
 from support.gateway_program import GatewayProgram, gateway_program
@@ -36,6 +37,7 @@ from support.gateway_rig import (
     deaf,
     serving,
     soon,
+    until,
 )
 from support.scripted_engine import segments
 
@@ -262,3 +264,39 @@ async def test_an_answer_in_transit_is_replayed_not_resampled(tmp_path: Path) ->
             for report, one in zip(told, engine.sampled, strict=True):
                 assert isinstance(report, SessionReport)
                 assert trained_in(report) == [(one.prompt_ids, one.output_ids)]
+
+
+@pytest.mark.parametrize("form", ["rows", "atif"])
+async def test_exports_are_whole_whenever_the_gateway_is_killed(model_dir: Path, tmp_path: Path, form: str) -> None:
+    out, names = tmp_path / "out", [SessionId(f"s-{number}") for number in range(12)]
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(serving(Engine.of(model_dir, "<|im_end|>", Lines("word " * 8000))))
+        engine.context_length = 2**20
+        options = ("--export", str(out), "--export-form", form)
+        program = await stack.enter_async_context(
+            gateway_program(model_dir, tmp_path / "state", [engine.url], *options)
+        )
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN))
+        budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2**20)
+        for one in await admin.open([SessionSpec(session_id=name, budgets=budgets) for name in names]):
+            client = Client(http, one.base_url, CHAT)
+            await client.say("go")
+            await client.say("and on")
+        for _ in range(2):
+            finishing = asyncio.ensure_future(admin.finish(names))
+            await until(lambda: bool(whole_in(out)))
+            await program.kill()
+            with suppress(GatewayUnreachable):
+                await finishing
+            assert whole_in(out).items() <= {f"{name}.json": name for name in names}.items()
+            await program.start()
+        reports = await admin.finish(names)
+        assert all(isinstance(report, SessionReport) for report in reports)
+        assert whole_in(out) == {f"{name}.json": name for name in names}
+        assert len(list(out.iterdir())) == len(names), "nothing staged is left"
+
+
+def whole_in(folder: Path) -> dict[str, str]:
+    """The session ids of the files that another program reads; each must be complete."""
+    return {path.name: json.loads(path.read_bytes())["session_id"] for path in folder.glob("*.json")}

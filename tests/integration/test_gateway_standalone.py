@@ -103,6 +103,13 @@ async def test_a_startup_error_is_reported_in_one_line(model_dir: Path, tmp_path
         code, said = await refusal("--engine", engine.url, *common, *state)
         assert (code, len(said.splitlines())) == (EXIT_BAD_INPUT, 1), said
         assert "--state" in said
+        export = tmp_path / "file" / "exports"
+        code, said = await refusal("--engine", engine.url, *common, "--export", str(export))
+        assert (code, len(said.splitlines())) == (EXIT_BAD_INPUT, 1), said
+        assert f"--export {export}: " in said
+        code, said = await refusal("--engine", engine.url, *common, "--export-form", "parquet")
+        assert code == EXIT_BAD_INPUT
+        assert "'parquet' is not one of 'rows', 'atif', 'rollout-details'" in said
         code, said = await refusal("--engine", "http://127.0.0.1:9", *common)
         assert (code, len(said.splitlines())) == (EXIT_TRANSIENT, 1), said
         assert "nothing is listening at http://127.0.0.1:9" in said
