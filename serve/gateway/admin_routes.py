@@ -132,7 +132,7 @@ class AdminRoutes:
         if name not in tuple(ExportForm):
             raise BadRequest(f"form must be one of {', '.join(ExportForm)}.", "form")
         finished = await self._sessions.finished(SessionId(request.match_info["session_id"]))
-        pieces = self._exporter.pieces(ExportForm(name), finished.session, finished.report)
+        pieces = await asyncio.to_thread(self._exporter.pieces, ExportForm(name), finished.session, finished.report)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         piece = await asyncio.to_thread(next, pieces, b"")
         with suppress(ConnectionError):

@@ -100,8 +100,7 @@ class ExportFolder:
         path = self.path_of(session_id)
         async with self._one_at_a_time:
             try:
-                pieces = self._exporter.pieces(self.form, session, report)
-                await asyncio.to_thread(replace_from, path, pieces)
+                await asyncio.to_thread(lambda: replace_from(path, self._exporter.pieces(self.form, session, report)))
             except Exception as error:
                 self.failed += 1
                 with suppress(OSError):
