@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.session import Sampling, Session, SessionId, SessionSpec
+from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Role, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.exports import json_pieces
 from headrace.serve.exports.atif import NOTHING_SAMPLED, AtifWriter
 from headrace.serve.exports.branches import branches_of
+from headrace.serve.exports.export_form import ExportForm
 from headrace.serve.exports.prompt_messages import MessageShape
 from headrace.serve.exports.rollout_details import rollout_details
 from headrace.serve.gateway import codec
+from headrace.serve.gateway.exports import Exporter
 from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
@@ -226,6 +228,17 @@ def test_a_session_without_turns_has_documents(renderers: dict[str, Renderer]) -
     assert [step["message"] for step in document["steps"]] == [NOTHING_SAMPLED]
     assert details(played) == []
     assert json.loads(b"".join(codec.plain_pieces(played.core, report_of(played.core))))["tree"] == []
+
+
+def test_a_document_is_never_in_memory_as_a_whole(renderers: dict[str, Renderer]) -> None:
+    played = rig(renderers["qwen3"], budgets=Budgets(max_context_tokens=10**6))
+    said = [user("go")]
+    for number in range(40):
+        said += [echo(played.turn(asks(*said), f"{number} " + "word " * 100)), user("on")]
+    exporter, report = Exporter(renderers["qwen3"]), report_of(played.core)
+    for form in (ExportForm.ATIF, ExportForm.ROLLOUT_DETAILS):
+        sizes = [*map(len, exporter.pieces(form, played.core, report))]
+        assert max(sizes) < sum(sizes) / 5, "which has the square of the conversation's length"
 
 
 def test_pieces_are_joined_up_to_a_size() -> None:
