@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from headrace.actors.section import Section
-from headrace.serve.capture.session import TrainedPart
+from headrace.serve.capture.session import TrainedPart, with_main
 
 
 class ModelSection(Section):
@@ -35,17 +36,10 @@ class SamplingSection(Section):
     train_cut: bool = False
     """Train turns that were cut off when `rollout.agent_timeout_s` was over; false masks them as `aborted`, and then
     little teaches the policy not to ramble until that time (docs/gateway.md)."""
-    train: tuple[TrainedPart, ...] = (TrainedPart.MAIN,)
+    train: Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)] = (TrainedPart.MAIN,)
     """Turns to train: `main`, and in addition `side` (calls without tools, beside agents that have tools) and
     `abandoned` (turns that the agent continued without), which are masked otherwise. Agents that do not send the
     policy's turns back need them (docs/gateway.md)."""
-
-    @field_validator("train")
-    @classmethod
-    def _trains_main(cls, train: tuple[TrainedPart, ...]) -> tuple[TrainedPart, ...]:
-        if TrainedPart.MAIN not in train:
-            raise ValueError("must contain main")
-        return train
 
 
 class EvaluationSamplingSection(Section):

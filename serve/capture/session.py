@@ -81,6 +81,13 @@ class TrainedPart(StrEnum):
     """Turns that the agent continued without, or that did not reach it."""
 
 
+def with_main(train: tuple[TrainedPart, ...]) -> tuple[TrainedPart, ...]:
+    """Return the parts to train. Raises ValueError if the main turns are not among them."""
+    if TrainedPart.MAIN not in train:
+        raise ValueError("must contain main")
+    return train
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """The recipe's sampling parameters, which apply to every turn whatever the agent sends."""

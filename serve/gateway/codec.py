@@ -29,6 +29,7 @@ from headrace.serve.capture.session import (
     SessionId,
     SessionSpec,
     TrainedPart,
+    with_main,
 )
 from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.errors import BadRequest
@@ -37,13 +38,7 @@ from headrace.serve.exports import json_pieces
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 
 
-def _with_main(train: tuple[TrainedPart, ...]) -> tuple[TrainedPart, ...]:
-    if TrainedPart.MAIN not in train:
-        raise ValueError("must contain main")
-    return train
-
-
-_Train = Annotated[tuple[TrainedPart, ...], AfterValidator(_with_main)]
+_Train = Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)]
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST: Final = 2**31 - 1

@@ -54,10 +54,19 @@ class Relay:
         name = request.match_info["name"]
         ids = self._ids[name]
         if not ids:
-            ids.extend(self._head(body))
+            lead = "".join(block["text"] for block in body["system"])
+            tools = "".join(f"\n{orjson.dumps(tool).decode()}" for tool in body["tools"])
+            text = f"<|im_start|>system\n{lead}\n\n# Tools\n<tools>{tools}\n</tools>{_END}\n"
+            # Many conversations begin alike.
+            if text not in self._heads:
+                self._heads[text] = self._encode(text)
+            ids.extend(self._heads[text])
         for message in body["messages"][self._seen[name] :]:
             if message["role"] == "user":
-                ids.extend(self._encode(f"<|im_start|>user\n{_text(message['content'])}{_END}\n"))
+                said = message["content"]
+                if not isinstance(said, str):
+                    said = "\n".join(f"<tool_response>\n{block['content']}\n</tool_response>" for block in said)
+                ids.extend(self._encode(f"<|im_start|>user\n{said}{_END}\n"))
         self._seen[name] = len(body["messages"])
         ids.extend(self._encode("<|im_start|>assistant\n"))
         prompt_tokens = len(ids)
@@ -69,15 +78,6 @@ class Relay:
         ids.extend(self._encode("\n"))
         stream = self._stream(reply, prompt_tokens)
         return web.Response(body=stream, headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-
-    def _head(self, body: dict[str, Any]) -> array[int]:
-        """Return the ids of a system prompt with tools, which many conversations share."""
-        lead = "".join(block["text"] for block in body["system"])
-        tools = "".join(f"\n{orjson.dumps(tool).decode()}" for tool in body["tools"])
-        text = f"<|im_start|>system\n{lead}\n\n# Tools\n<tools>{tools}\n</tools>{_END}\n"
-        if text not in self._heads:
-            self._heads[text] = self._encode(text)
-        return self._heads[text]
 
     def _encode(self, text: str) -> array[int]:
         return array("i", self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
@@ -107,12 +107,6 @@ class Relay:
         events.append({"type": "message_delta", "delta": ends, "usage": usage})
         events.append({"type": "message_stop"})
         return b"".join(b"event: %b\ndata: %b\n\n" % (each["type"].encode(), orjson.dumps(each)) for each in events)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(f"<tool_response>\n{block['content']}\n</tool_response>" for block in content)
 
 
 class RelayProcess:
