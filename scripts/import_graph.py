@@ -56,7 +56,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "serve": (
         *("conversation", "errors", "observing", "parsing", "rendering", "capture", "dialects", "exports"),
-        *("gateway", "e2b_sandboxes", "e2b", "exec"),
+        *("gateway", "gateway_processes", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (
         *("errors", "section", "version", "chat", "templates", "in_sandbox", "record"),

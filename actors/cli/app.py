@@ -465,11 +465,15 @@ def serve_gateway(
     export_form: Annotated[
         ExportForm, typer.Option(help="Form of the files in the --export folder.")
     ] = ExportForm.ROWS,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes, at most one for each core; each has a port of its own.")
+    ] = 1,
     json: Json = None,
 ) -> None:
     """Serve a token-exact proxy in front of engines. Agents use Anthropic Messages, OpenAI Chat Completions or
     Responses; you get every sampled token: POST /sessions opens a session, POST /sessions/ID/finish returns it."""
-    from headrace.serve.gateway.standalone import StandaloneOptions, serve_gateway
+    from headrace.serve.gateway.standalone import StandaloneOptions
+    from headrace.serve.gateway_processes.program import serve_gateway
 
     options = StandaloneOptions(
         engine_urls=tuple(url.strip().rstrip("/") for url in engine.split(",") if url.strip()),
@@ -484,6 +488,7 @@ def serve_gateway(
         engine_key_file=engine_key_file,
         export=export,
         export_form=export_form,
+        processes=processes,
     )
     serve_gateway(options, lambda url: _announce(url, json))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import random
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,11 +23,10 @@ import orjson
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.serve.gateway.gateway import Gateway, GatewayStats
+from headrace.serve.gateway.placement import stable_ports
 from headrace.serve.gateway.standalone import portioned_collections
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.policies.engine import EngineId
     from headrace.serve.gateway.config import GatewayConfig
@@ -94,13 +92,6 @@ class GatewayActor(ResourceOwner):
 
     async def stats(self) -> GatewayStats:
         return await self._gateway.in_flight()
-
-
-def stable_ports() -> Iterator[int]:
-    """Yield ports from 10,000 outside the range for outgoing connections, in random order."""
-    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    outside = [*range(10_000, first), *range(last + 1, 1 << 16)]
-    yield from random.sample(outside, len(outside))
 
 
 def read_address(path: Path) -> GatewayAddress | None:

@@ -33,8 +33,10 @@ from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway.client import GatewayClient, OpenedSession
+from headrace.serve.gateway.placement import place_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from headrace.actors.places.gateway import GatewayActor
@@ -62,23 +64,29 @@ class Sessions(Protocol):
 
 
 class GatewaySessions(ResourceOwner):
-    """Sessions at a gateway, over HTTP. They ask it for its token, which is in no argument: Ray stores those."""
+    """Sessions at gateways, over HTTP; the id of a session says which one has it. They are asked for their tokens,
+    which are in no argument: Ray stores those."""
 
-    def __init__(self, gateway: GatewayActor) -> None:
+    def __init__(self, gateways: Sequence[GatewayActor]) -> None:
         super().__init__()
-        self._actor = gateway
+        self._actors = gateways
+        self._gateways: list[GatewayClient] = []
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         self._http = await enter(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        address = await until_back(self._actor.address)
-        self._gateway = await enter(GatewayClient(address.url, address.admin_token))
+        for actor in self._actors:
+            address = await until_back(actor.address)
+            self._gateways.append(await enter(GatewayClient(address.url, address.admin_token)))
         return self
+
+    def _gateway_of(self, session_id: SessionId) -> GatewayClient:
+        return self._gateways[place_of(session_id, len(self._gateways))]
 
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
         """Open a session. Waits for a restarting gateway until the deadline of the phase: a rollout that failed
         immediately would be reissued immediately, and would be declared poison before the gateway is back."""
-        opened: list[OpenedSession] = await _until_reached()(self._gateway.open, [spec])
+        opened: list[OpenedSession] = await _until_reached()(self._gateway_of(spec.session_id).open, [spec])
         return opened[0]
 
     def given(self, session: OpenedSession, *, context_tokens: int) -> AgentSession:
@@ -88,7 +96,7 @@ class GatewaySessions(ResourceOwner):
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         # A restarted gateway recovers its sessions, including finished ones whose answer was lost.
         reports: list[SessionReport | SessionUnknown] = await _until_reached()(
-            self._gateway.finish, [session.session_id], conversation=conversation
+            self._gateway_of(session.session_id).finish, [session.session_id], conversation=conversation
         )
         if isinstance(reports[0], SessionUnknown):
             raise reports[0]

@@ -113,9 +113,9 @@ class WorkerParts:
     sources: Mapping[str, SourceParts]
     """Parts of each source of tasks, by name; those of a run without sources have an empty name."""
     tasks: TaskCatalog
-    gateway: GatewayActor | None
-    """Gateway of the worker's node; None if the agent uses no policy or a simulated one. Its address and token are
-    requested from it: the arguments of an actor are stored by Ray, and the gateway may be on another node after a
+    gateways: Sequence[GatewayActor]
+    """Gateways of the worker's node; none if the agent uses no policy or a simulated one. Their addresses and tokens
+    are requested from them: the arguments of an actor are stored by Ray, and a gateway may be on another node after a
     loss."""
     lease_s: float
     """Term of sandbox leases (`rollout.lease_s`)."""
@@ -148,8 +148,8 @@ class WorkerStations(ResourceOwner):
         sessions: SimulatedSessions | GatewaySessions | NoSessions = NoSessions()
         if self._parts.simulated_engines is not None:
             sessions = SimulatedSessions(self._parts.simulated_engines, self.holder)
-        elif self._parts.gateway is not None:
-            sessions = GatewaySessions(self._parts.gateway)
+        elif self._parts.gateways:
+            sessions = GatewaySessions(self._parts.gateways)
         self.sessions: Sessions = await enter(sessions)
         self.leases = await enter(Leases(self._parts.pool, self.holder, lease_s=self._parts.lease_s))
         self.evaluations: OperationCalls[EvaluationRequest, Verdict] = await enter(

@@ -87,6 +87,7 @@ from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
+from headrace.serve.gateway.placement import most_processes
 from headrace.serve.observing.progress import ProgressDisplay, starting
 from headrace.serve.rendering.template_renderer import load_renderer
 
@@ -187,6 +188,14 @@ def check_recipe_parts(config: RunConfig) -> None:
         check_objective(config.learner)
 
 
+def check_gateways(config: RunConfig) -> None:
+    """Raise ConfigError if this machine has fewer cores than the run has gateways."""
+    if (processes := config.gateway.processes) > (cores := most_processes()):
+        raise ConfigError(
+            f"gateway.processes = {processes}: this machine has {cores} cores for them; use at most {cores}"
+        )
+
+
 def check_agent(config: RunConfig) -> None:
     """Check the agent with its environment, and that the services exist which they use. Raises ConfigError."""
     make_agent(config.agent, config.environment)
@@ -203,6 +212,7 @@ MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
     lambda _: check_ray_folder(),
     lambda config: refuse_absent_sglang(config.engines),
     lambda config: check_provider(config.sandbox),
+    lambda config: check_gateways(config) if config.cluster.is_local else None,
     lambda config: check_slime(config.learner) if config.learner.kind == "slime" else None,
     lambda config: require_namespaces() if config.sandbox.provider is SandboxKind.LOCAL else None,
 )

@@ -203,32 +203,38 @@ class ServiceParts(GuardedActors):
         )
 
     async def _start_gateways(self) -> None:
-        """Reserve the rollout units, and start a gateway in each. Simulated engines need none, because their sessions
-        are in the workers."""
-        cluster = self._config.cluster
+        """Reserve the rollout units, and start the gateways of each. Simulated engines need none, because their
+        sessions are in the workers."""
+        cluster, processes = self._config.cluster, range(self._config.gateway.processes)
         for unit in cluster.units():
             await self._reserve(unit.bundle, cluster.unit_bundle)
         if self._config.engines.is_simulated:
             return
         async with asyncio.TaskGroup() as starting:
-            gateways = [starting.create_task(self._start_gateway(unit)) for unit in cluster.units()]
+            gateways = [
+                starting.create_task(self._start_gateway(unit, process))
+                for unit in cluster.units()
+                for process in processes
+            ]
         self.gateways = [gateway.result() for gateway in gateways]
 
-    async def _start_gateway(self, unit: Unit) -> GatewayActor:
+    async def _start_gateway(self, unit: Unit, process: int) -> GatewayActor:
+        """Start one of a unit's gateways; the first one's files have no number of the process in their names."""
         config, directory = self._config, self._directory
         assert directory is not None
+        suffix = f"{unit.suffix}.{process}" if process else unit.suffix
         return await self._spawn(
-            f"gateway{unit.suffix}",
+            f"gateway{suffix}",
             GatewayActor,
             GatewayConfig(
                 tokenizer_dir=config.model.path,
-                session_log_dir=directory.path / f"sessions{unit.suffix}",
+                session_log_dir=directory.path / f"sessions{suffix}",
                 engine_keys=EngineKeyFiles(own=directory.engine_key, attached=config.engines.key_file),
                 in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
                 token_kinds=config.learner.needs_kinds,
                 **config.gateway.model_dump(),
             ),
-            address_file=directory.path / f"gateway{unit.suffix}.json",
+            address_file=directory.path / f"gateway{suffix}.json",
             observing=self._observing,
             resources=unit.resources(config.cluster),
         )
@@ -346,13 +352,14 @@ class ServiceParts(GuardedActors):
 
     def _worker_parts(self, replay: RolloutStore, unit: Unit) -> WorkerParts:
         config = self._config
+        first = unit.number * config.gateway.processes
         return WorkerParts(
             pool=self.pool,
             evaluator=self.evaluators[unit.number],
             replay=replay,
             sources={name: source_parts(own) for name, own in config.by_source().items()},
             tasks=self._tasks,
-            gateway=self.gateways[unit.number] if self.gateways else None,
+            gateways=tuple(self.gateways[first : first + config.gateway.processes]),
             simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,
             lease_s=config.rollout.lease_s,
             observing=self._observing,

@@ -137,7 +137,7 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
         },
         lease_s=RolloutConfig().lease_s,
         tasks=TaskCatalog(train=directory.train_tasks),
-        gateway=None,
+        gateways=(),
         observing=without_spans(directory),
     )
 

@@ -28,6 +28,9 @@ class GatewaySection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    processes: int = Field(default=1, ge=1, le=64)
+    """Number of gateways on each node of the role rollout, each with a port, a session log and render processes of its
+    own, at most one for each core. A session's id decides which one has it."""
     parser: str = "auto"
     """Parser for tool calls and reasoning: auto (chosen from the chat template), hermes, qwen3_coder, none, or
     sglang:NAME for one of SGLang's parsers."""
@@ -84,6 +87,9 @@ class GatewayConfig(GatewaySection):
     engine_keys: EngineKeyFiles = EngineKeyFiles()
     """Files with the keys of the engines, which must be readable on the gateway's host. They are read when a routing
     table names an engine for the first time."""
+    place: int | None = None
+    """Number of this process among those of one gateway, with which the tokens of its sessions begin; None if it is the
+    only one."""
     advertise_url: str | None = None
     """Base of the URLs given to agents that run on other hosts; None for the bound address."""
     session_log_dir: Path | None = None

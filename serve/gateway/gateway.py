@@ -37,6 +37,7 @@ from headrace.serve.gateway.connections import ConnectionSettings, dismiss, list
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.exports import Exporter, ExportFolder
 from headrace.serve.gateway.limited_log import LimitedLog
+from headrace.serve.gateway.placement import token_prefix
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
 from headrace.serve.parsing.parser_choice import choose_parser
@@ -228,6 +229,7 @@ class Gateway:
             expire_grace_s=config.expire_grace_s,
             finished_grace_s=config.finished_grace_s,
             exports=self._exports,
+            token_prefix="" if config.place is None else token_prefix(config.place),
         )
 
     def _renders(self, renderer: Renderer) -> Renders:
@@ -267,6 +269,10 @@ class Gateway:
         """Let turns through again. Their requests carry the namespace, which is None if the engine has no cached
         prefixes from older weights."""
         await self._pool.open_gate(engine_id, cache_namespace)
+
+    async def idle(self) -> None:
+        """Wait for a moment without a turn in progress."""
+        await self._sessions.idle()
 
     async def in_flight(self) -> GatewayStats:
         """Close the sessions that were not finished in time, then return the current statistics."""

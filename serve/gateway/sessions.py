@@ -67,9 +67,11 @@ class SessionTable:
         expire_grace_s: float,
         finished_grace_s: float,
         exports: ExportFolder | None = None,
+        token_prefix: str = "",
     ) -> None:
         self.coverage = CoverageWindow()
         self._turns = turns
+        self._token_prefix = token_prefix
         self._log = log
         self._clock = clock
         self._tasks = tasks
@@ -97,13 +99,22 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._ids)
 
+    async def idle(self) -> None:
+        """Wait for a moment without a turn in progress."""
+        while busy := next((live for live in self._live.values() if len(live.running)), None):
+            await busy.running.ended()
+            # The end of a run is noted in the next round of the loop.
+            await asyncio.sleep(0)
+
     def open(self, specs: Sequence[SessionSpec]) -> list[LiveSession]:
         """Open all sessions or none. Raises SessionExists, LogBroken."""
         for spec in specs:
             if spec.session_id in self._live or spec.session_id in self._unread:
                 raise SessionExists(f"session {spec.session_id} is already open; no session was opened.", "session_id")
         now = self._clock()
-        opened = [Opened(spec=spec, token=secrets.token_urlsafe(24), opened_at=now) for spec in specs]
+        opened = [
+            Opened(spec=spec, token=self._token_prefix + secrets.token_urlsafe(24), opened_at=now) for spec in specs
+        ]
         if self._log is not None:
             try:
                 for one in opened:

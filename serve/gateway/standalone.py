@@ -1,7 +1,8 @@
-"""The standalone gateway, `headrace gateway`: a token-exact proxy in front of engines that are run by others.
+"""One process of the standalone gateway, `headrace gateway`: a token-exact proxy in front of engines that are run by
+others.
 
 Invariants:
-- The base URL is printed on one line once the gateway is listening; SIGTERM and SIGINT shut it down gracefully.
+- The base URL is announced once the gateway is listening.
 - The admin token is read from a file. If the file is missing, it is created with permissions for its owner only. The
   token is never printed.
 - Weight versions that are not `epoch.step` are reported as `0.0`, since such engines use version names of their own.
@@ -17,15 +18,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
-import uvloop
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
@@ -78,7 +77,8 @@ async def portioned_collections(*, full_every_s: float = FULL_EVERY_S) -> AsyncI
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneOptions:
     """Command-line options. `engine_urls` are SGLang servers; `admin_token_file` is created if it is missing;
-    `engine_key_file` has the key of all engines; finished sessions are written to the folder `export`."""
+    `engine_key_file` has the key of all engines; finished sessions are written to the folder `export`. `place` is the
+    number of a process among several."""
 
     engine_urls: tuple[str, ...]
     tokenizer_dir: Path
@@ -92,33 +92,27 @@ class StandaloneOptions:
     engine_key_file: Path | None = None
     export: Path | None = None
     export_form: ExportForm = ExportForm.ROWS
+    processes: int = 1
+    place: int | None = None
 
 
-def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. `announce` is called with the base URL. Raises OptionRefused, PolicyError."""
-    uvloop.run(_serve(options, announce))
-
-
-async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    urls, shown = options.engine_urls, ",".join(options.engine_urls)
-    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-        raise OptionRefused(f"--engine {shown}: not a list of base URLs of SGLang servers, separated by commas")
-    if len(set(urls)) < len(urls):
-        raise OptionRefused(f"--engine {shown}: duplicate URL; name each engine once")
-    routes = tuple(EngineRoute(engine_id=EngineId(f"engine-{index}"), url=url) for index, url in enumerate(urls))
-    key = read_engine_key(options.engine_key_file, "--engine-key-file")
+async def serve_one(
+    options: StandaloneOptions,
+    announce: Callable[[str], None],
+    until: Callable[[Gateway], Coroutine[Any, Any, None]],
+) -> None:
+    """Serve until `until` returns. `announce` is called with the base URL. Raises OptionRefused, PolicyError."""
+    routes = routes_of(options)
     config = GatewayConfig(
         tokenizer_dir=options.tokenizer_dir,
         session_log_dir=options.state,
         export_dir=options.export,
         export_form=options.export_form,
         engine_keys=EngineKeyFiles(own=options.engine_key_file),
+        place=options.place,
         advertise_url=options.advertise_url,
         parser=options.parser,
-        max_context_tokens=options.max_context_tokens or await _context_length(routes, key),
+        max_context_tokens=options.max_context_tokens or await context_length(options),
         foreign_version=str(FOREIGN_VERSION),
         # Longer than the default: other users load these engines too, so that some seconds of queueing are normal.
         held_after_s=10.0,
@@ -130,25 +124,40 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
         except OSError as error:
             if error.filename is not None:
                 raise OptionRefused(f"--state {options.state}: {error.filename}: {error.strerror}") from error
-            where = f"--host {options.host} --port {options.port}"
-            raise OptionRefused(
-                f"{where}: cannot listen there: {error.strerror}; choose another (0: a free port)"
-            ) from error
+            raise cannot_listen(options, error) from error
         await gateway.set_engines(RoutingTable(version=1, engines=routes))
         async with portioned_collections():
             announce(url)
-            while not stopped.is_set():
-                # This call also closes the sessions that were not finished in time.
-                await gateway.in_flight()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_EXPIRE_EVERY_S):
-                        await stopped.wait()
+            ending = asyncio.create_task(until(gateway))
+            try:
+                while not ending.done():
+                    # This call also closes the sessions that were not finished in time.
+                    await gateway.in_flight()
+                    await asyncio.wait({ending}, timeout=_EXPIRE_EVERY_S)
+            finally:
+                ending.cancel()
     finally:
         await gateway.stop()
 
 
-async def _context_length(routes: Sequence[EngineRoute], key: str | None) -> int:
-    """Return the engines' smallest context length. Raises EngineError if one of them does not answer."""
+def cannot_listen(options: StandaloneOptions, error: OSError) -> OptionRefused:
+    where = f"--host {options.host} --port {options.port}"
+    return OptionRefused(f"{where}: cannot listen there: {error.strerror}; choose another (0: a free port)")
+
+
+def routes_of(options: StandaloneOptions) -> tuple[EngineRoute, ...]:
+    """Return the routes to the engines. Raises OptionRefused."""
+    urls, shown = options.engine_urls, ",".join(options.engine_urls)
+    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+        raise OptionRefused(f"--engine {shown}: not a list of base URLs of SGLang servers, separated by commas")
+    if len(set(urls)) < len(urls):
+        raise OptionRefused(f"--engine {shown}: duplicate URL; name each engine once")
+    return tuple(EngineRoute(engine_id=EngineId(f"engine-{index}"), url=url) for index, url in enumerate(urls))
+
+
+async def context_length(options: StandaloneOptions) -> int:
+    """Return the engines' smallest context length. Raises EngineError if one of them does not answer, OptionRefused."""
+    routes, key = routes_of(options), read_engine_key(options.engine_key_file, "--engine-key-file")
     config = SGLangConfig(vocab_size=1, foreign_version=str(FOREIGN_VERSION))
     async with aiohttp.ClientSession() as http:
         engines = [SGLangEngine(route.engine_id, route.url, http, config, key=key) for route in routes]

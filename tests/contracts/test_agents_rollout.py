@@ -100,7 +100,7 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
             },
             lease_s=RolloutConfig().lease_s,
             tasks=TaskCatalog(train=[task]),
-            gateway=gateway,
+            gateways=(gateway,),
             observing=observing,
         )
         worker = await enter(RolloutWorker(parts))

@@ -93,7 +93,7 @@ async def worker(
             },
             lease_s=RolloutConfig().lease_s,
             tasks=TaskCatalog(),
-            gateway=gateway,
+            gateways=(gateway,),
             observing=observing,
             services=services,
         )

@@ -1,0 +1,1 @@
+"""A standalone gateway in several processes behind one address."""
