@@ -4,6 +4,7 @@ log-probabilities and version spans.
 Invariants:
 - `output_ids` and `logprobs` include the matched stop token (or the tokens that complete a stop string), as sampled.
 - `logprobs` are of the temperature-scaled softmax over the whole vocabulary, not renormalised for top_p or top_k.
+  With a grammar, they are renormalised over the tokens that it allows.
 - Version spans come from the engine itself, and are not added afterwards.
 """
 
@@ -49,6 +50,23 @@ class FinishReason(StrEnum):
     """The request was aborted; the tokens so far are kept."""
 
 
+class GrammarKind(StrEnum):
+    """Language of a grammar, named after the sampling parameter of SGLang that takes it."""
+
+    JSON_SCHEMA = "json_schema"
+    """A JSON schema: the whole output is a value that fits it."""
+    STRUCTURAL_TAG = "structural_tag"
+    """A structural tag of XGrammar: tags, texts and JSON values in sequence or as alternatives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """Form of an output, which ends with a stop token when it is complete. `text` is a JSON document."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """Request for one completion. `input_ids` (a tuple, or an array of int32 for long prompts) are checked against the
@@ -65,6 +83,8 @@ class GenerateRequest:
     cache_namespace: str | None = None
     """Only prefixes cached under the same name are reused (SGLang's `extra_key`); None reuses prefixes that were cached
     without a name."""
+    grammar: Grammar | None = None
+    """Tokens outside the grammar are not sampled; None allows all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ PolicyError
 |  |  |- NoSession         no weight update session is open
 |  |  |- UnknownGroup      the engine is not in a process group of that name
 |  |  |- PromptTooLong     the prompt leaves no room in the engine's context
+|  |  |- GrammarRefused    the engine's grammar cannot express the form that was asked for
+|  |  |- GrammarMissing    the engine has no grammar
 |  |  |- FlushRefused      requests use the cache: pause them by retract or abort first
 |  |  `- WeightsMixed      some weights or cached values belong to another version: discard the engine
 |  |- EngineReplyInvalid   a reply without the keys of the contract
@@ -92,6 +94,15 @@ class PromptTooLong(EngineRefused):
         """The context length in tokens, if the engine's sentence names it."""
         named = re.search(r"context length(?: of)? \(?(\d+)", self.message)
         return int(named[1]) if named else None
+
+
+class GrammarRefused(EngineRefused):
+    """The engine's grammar cannot express the form that was asked for: an invalid or unsupported JSON schema."""
+
+
+class GrammarMissing(EngineRefused):
+    """The engine has no grammar: an SGLang server with `--grammar-backend none`, or an embedded engine without the
+    package llguidance."""
 
 
 class FlushRefused(EngineRefused):

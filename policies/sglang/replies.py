@@ -39,6 +39,7 @@ with `--preferred-sampling-params` has others for what a request leaves out."""
 def generate_body(request: GenerateRequest) -> dict[str, object]:
     """Return the /generate body of one request."""
     namespace = {} if request.cache_namespace is None else {"extra_key": request.cache_namespace}
+    grammar = {} if request.grammar is None else {request.grammar.kind.value: request.grammar.text}
     return {
         **namespace,
         "rid": wire_id(request.request_id),
@@ -52,6 +53,7 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
             **NEUTRAL,
             "stop": request.stop,
             "stop_token_ids": request.stop_token_ids,
+            **grammar,
         },
     }
 

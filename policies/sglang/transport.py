@@ -20,6 +20,8 @@ from headrace.policies.errors import (
     EngineTimeout,
     EngineUnavailable,
     FlushRefused,
+    GrammarMissing,
+    GrammarRefused,
     NoSession,
     PromptTooLong,
     RequestInvalid,
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
 
 _TEXTS: Final[tuple[tuple[str, str, type[EngineRefused]], ...]] = (
+    # First, since these texts repeat the schema, which may contain any of the others.
+    ("/generate", "Failed to compile", GrammarRefused),
+    ("/generate", "Grammar preprocessing timed out", GrammarRefused),
+    ("/generate", "Grammar-based generation", GrammarMissing),
     ("", "partially updated", WeightsMixed),
     ("", "Weights were updated, but", WeightsMixed),
     ("/begin_weight_update", "already open", SessionAlreadyOpen),

@@ -12,7 +12,7 @@ import pytest
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import errors
-from headrace.policies.engine import GenerateRequest, RequestId
+from headrace.policies.engine import GenerateRequest, Grammar, GrammarKind, RequestId
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion
 from headrace.policies.sglang.transport import refusal
 from headrace.policies.sglang.versions import DIALECTS, dialect_of
@@ -104,6 +104,15 @@ def test_the_cache_namespace_is_sent_only_if_set() -> None:
     assert generate_body(replace(request, cache_namespace="1.3"))["extra_key"] == "1.3"
 
 
+def test_a_grammar_is_sent_as_the_sampling_parameter_of_its_kind() -> None:
+    request = GenerateRequest(request_id=RequestId("r"), input_ids=(1,), max_new_tokens=1)
+    plain = generate_body(request)["sampling_params"]
+    assert isinstance(plain, dict)
+    for kind, name in ((GrammarKind.JSON_SCHEMA, "json_schema"), (GrammarKind.STRUCTURAL_TAG, "structural_tag")):
+        sent = generate_body(replace(request, grammar=Grammar(kind=kind, text="{}")))["sampling_params"]
+        assert sent == {**plain, name: "{}"}
+
+
 @pytest.mark.parametrize(
     ("path", "text", "kind"),
     [
@@ -119,6 +128,10 @@ def test_the_cache_namespace_is_sent_only_if_set() -> None:
         ("/destroy_weights_update_group", "The group to be destroyed does not exist.", errors.UnknownGroup),
         ("/flush_cache", "Flush cache failed.", errors.FlushRefused),
         ("/generate", "Flush cache failed.", errors.EngineRefused),
+        ("/generate", "Failed to compile json grammar: unsupported: 'partially updated'", errors.GrammarRefused),
+        ("/generate", "Failed to compile structural_tag grammar: ...", errors.GrammarRefused),
+        ("/generate", "Grammar preprocessing timed out: req.grammar_key=...", errors.GrammarRefused),
+        ("/generate", "Grammar-based generation (json_schema, ...) is not supported when ...", errors.GrammarMissing),
     ],
 )
 def test_refusals_raise_typed_errors_that_survive_pickling(
