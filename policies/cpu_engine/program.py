@@ -102,6 +102,7 @@ def read_eos_ids(directory: Path) -> frozenset[int]:
 
 def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     """Load the model and build the engine. Raises ModelInvalid, EngineSettingsInvalid."""
+    from headrace.policies.cpu_engine.grammars import Grammars
     from headrace.policies.cpu_engine.requests import Limits
     from headrace.policies.cpu_engine.runner import Runner
     from headrace.policies.cpu_engine.scheduler import Scheduler
@@ -124,10 +125,11 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
         context_tokens=context_tokens,
         seed=config.seed,
     )
+    eos_ids = read_eos_ids(config.model)
     scheduler = Scheduler(
         max_running=config.max_running,
         max_prefill_tokens=config.max_prefill_tokens,
-        eos_ids=read_eos_ids(config.model),
+        eos_ids=eos_ids,
         tail_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
     )
     engine = EngineThread(runner, scheduler)
@@ -140,7 +142,8 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
         key=key,
     )
     updater = WeightUpdater(engine, group_timeout_s=config.group_timeout_s)
-    return engine, EngineServer(engine, updater, tokenizer, settings)
+    grammars = Grammars(tokenizer, vocab_size=model.vocab_size, eos_ids=eos_ids)
+    return engine, EngineServer(engine, updater, tokenizer, grammars, settings)
 
 
 async def serve(config: CpuEngineConfig) -> None:

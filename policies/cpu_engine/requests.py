@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.policies.engine import MAX_TOKEN_CHARACTERS
+from headrace.policies.engine import MAX_TOKEN_CHARACTERS, GrammarKind
 from headrace.policies.errors import RequestInvalid
 
 GREEDY_BELOW = 1e-6
@@ -31,10 +31,8 @@ UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
-    "json_schema": None,
     "regex": None,
     "ebnf": None,
-    "structural_tag": None,
     "logit_bias": None,
     "custom_params": None,
     "beam_width": None,
@@ -78,12 +76,21 @@ class Sampling(BaseModel):
     """Leave special tokens out of the text."""
     sampling_seed: int | None = None
     """Seed of a separate random stream for this request."""
+    json_schema: str | None = None
+    """JSON schema that the output must fit."""
+    structural_tag: str | None = None
+    """Structural tag of XGrammar, as a JSON document, that the output must follow."""
     n: int = Field(default=1, ge=1, le=64)
     """Number of samples of each prompt."""
 
     def stop_strings(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in given if text)
+
+    @property
+    def grammar(self) -> tuple[GrammarKind, str] | None:
+        """Kind and JSON document of the grammar; None if there is none."""
+        return next(((kind, text) for kind in GrammarKind if (text := getattr(self, kind.value))), None)
 
     @property
     def greedy(self) -> bool:
@@ -209,6 +216,10 @@ def read_sampling(given: object) -> Sampling:
         raise RequestInvalid(f"sampling_params.{key}: {first['msg']}, got {str(first['input'])[:100]}") from error
     if sampling.top_k == 0:
         raise RequestInvalid("top_k must be -1 (disable) or at least 1, got 0.")
+    if sampling.json_schema and sampling.structural_tag:
+        raise RequestInvalid("Only one of json_schema or structural_tag can be set.")
+    if sampling.grammar is not None and sampling.ignore_eos:
+        raise RequestInvalid("ignore_eos: an output with a grammar ends when it is complete; leave it out")
     if sampling.sampling_seed is not None and not 0 <= sampling.sampling_seed < 2**63:
         raise RequestInvalid("sampling_seed must be between 0 and 2**63 - 1")
     return sampling

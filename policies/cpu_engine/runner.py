@@ -2,7 +2,8 @@
 
 Invariants:
 - Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, regardless of top_k
-  and top_p (at temperature 0, those of the raw softmax).
+  and top_p (at temperature 0, those of the raw softmax). Of a request with a grammar, it is the softmax over the tokens
+  that the grammar allows.
 - A long prompt is prefilled in portions, one per step, so that the thread can answer between them. Meanwhile nothing
   else is admitted or decoded, as during any prefill. A retracted prefill starts over.
 - `version` is the label of `model.weights`; both change together between two steps.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -19,8 +21,10 @@ import torch
 from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from headrace.policies.cpu_engine.requests import Sampling
@@ -112,8 +116,14 @@ class Runner:
     def _record(self, scheduler: Scheduler, rows: range, logits_BV: Tensor) -> list[Generation]:
         generations = [scheduler.running[row] for row in rows]
         noise = self._noise(generations, logits_BV.shape[1])
-        ids, logprobs = sample(logits_BV, [item.prompt.sampling for item in generations], noise)
+        masks = {row: item.grammar.allowed_V for row, item in enumerate(generations) if item.grammar is not None}
+        ids, logprobs = sample(logits_BV, [item.prompt.sampling for item in generations], noise, masks)
         finished = scheduler.record(rows, ids, logprobs, self.version)
+        for generation, token in zip(generations, ids, strict=True):
+            if generation.grammar is not None and generation.finish is None:
+                generation.grammar.advance(token)
+                generation.refusal = generation.grammar.error
+        finished += scheduler.drop([item for item in generations if item.refusal])
         now_s = time.monotonic()
         for generation in generations:
             if generation.first_token_s is None:
@@ -142,9 +152,19 @@ class Runner:
 
 
 @torch.inference_mode()
-def sample(logits_BV: Tensor, samplings: Sequence[Sampling], noise_BV: Tensor) -> tuple[list[int], list[float]]:
-    """Return sampled ids and their log-probabilities. `argmax(p / exponential noise)` is a draw from p (the exponential
-    race)."""
+def sample(
+    logits_BV: Tensor,
+    samplings: Sequence[Sampling],
+    noise_BV: Tensor,
+    masks: Mapping[int, NDArray[np.bool_]] = MappingProxyType({}),
+) -> tuple[list[int], list[float]]:
+    """Return sampled ids and their log-probabilities; `masks` has the allowed tokens of rows with a grammar.
+    `argmax(p / exponential noise)` is a draw from p (the exponential race)."""
+    if masks:
+        allowed_BV = torch.ones_like(logits_BV, dtype=torch.bool)
+        for row, allowed_V in masks.items():
+            allowed_BV[row] = torch.from_numpy(allowed_V)
+        logits_BV = logits_BV.masked_fill(~allowed_BV, -torch.inf)
     temperatures = [1.0 if item.temperature < 1e-6 else item.temperature for item in samplings]
     if any(value != 1.0 for value in temperatures):
         logits_BV = logits_BV / torch.tensor(temperatures)[:, None]

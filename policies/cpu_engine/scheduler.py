@@ -22,6 +22,7 @@ from headrace.policies.engine import PauseMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from headrace.policies.cpu_engine.grammars import GrammarState
     from headrace.policies.cpu_engine.requests import Prompt
 
 
@@ -63,6 +64,10 @@ class Generation:
     arrived_paused: bool = False
     abort_asked: bool = False
     """True if the sequence was aborted during a pause in place; it finishes when the pause ends."""
+    grammar: GrammarState | None = None
+    """Position in the grammar of the request, if it has one."""
+    refusal: str = ""
+    """Why the grammar could not be followed to its end; such a sequence was dropped."""
     finish: Finish | None = None
     arrived_s: float | None = None
     """Time of arrival, on a monotonic clock in seconds; like the next two, None until it is known."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Middleware
     from tokenizers import Tokenizer
 
+    from headrace.policies.cpu_engine.grammars import Grammars
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
 
@@ -172,11 +173,17 @@ class EngineServer:
     """HTTP handlers of one engine."""
 
     def __init__(
-        self, engine: EngineThread, updater: WeightUpdater, tokenizer: Tokenizer, settings: ServerSettings
+        self,
+        engine: EngineThread,
+        updater: WeightUpdater,
+        tokenizer: Tokenizer,
+        grammars: Grammars,
+        settings: ServerSettings,
     ) -> None:
         self._engine = engine
         self._updater = updater
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._settings = settings
         self._model_path = settings.model_path
 
@@ -213,8 +220,12 @@ class EngineServer:
 
     async def generate(self, request: web.Request) -> web.Response:
         parsed = parse_generate(await read_json(request), self._settings.limits, self._encode)
+        samplings, states = [prompt.sampling for prompt in parsed.prompts], None
+        if any(sampling.grammar is not None for sampling in samplings):
+            # Apart from the event loop: compiling a large schema takes a second.
+            states = await asyncio.to_thread(self._grammars.compile_for, samplings)
         started_s = time.monotonic()
-        generations, futures = self._engine.generate(parsed.prompts)
+        generations, futures = self._engine.generate(parsed.prompts, states)
         try:
             # All futures are awaited, even if one fails: the torch thread resolves each of them.
             results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
@@ -225,6 +236,8 @@ class EngineServer:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+            if result.refusal:
+                raise RequestInvalid(f"Failed to compile a grammar that is followed to its end: {result.refusal}")
             version = result.versions[-1] if result.versions else self._engine.runner.version
             latency_s = time.monotonic() - started_s
             replies.append(

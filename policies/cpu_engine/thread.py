@@ -21,6 +21,7 @@ from headrace.policies.errors import EngineUnavailable, RequestInvalid
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from headrace.policies.cpu_engine.grammars import GrammarState
     from headrace.policies.cpu_engine.requests import Prompt
     from headrace.policies.cpu_engine.runner import Runner
     from headrace.policies.engine import PauseMode
@@ -68,10 +69,15 @@ class EngineThread:
         self._work.put(work)
         return future
 
-    def generate(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], list[Future[Generation]]]:
-        """Queue prompts. All are refused (RequestInvalid in each future) if any of the request ids is already in
-        use."""
-        generations = [Generation(prompt=prompt, arrived_s=time.monotonic()) for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Prompt], states: Sequence[GrammarState | None] | None = None
+    ) -> tuple[list[Generation], list[Future[Generation]]]:
+        """Queue prompts, with the states of their grammars if any has one. All are refused (RequestInvalid in each
+        future) if any of the request ids is already in use."""
+        generations = [
+            Generation(prompt=prompt, arrived_s=time.monotonic(), grammar=state)
+            for prompt, state in zip(prompts, states or [None] * len(prompts), strict=True)
+        ]
         futures: list[Future[Generation]] = [Future() for _ in prompts]
         for future in futures:
             future.set_running_or_notify_cancel()
