@@ -28,6 +28,10 @@ MAX_TOKEN_CHARACTERS = 256
 of tokens in a context does not fit and need not be tokenized."""
 
 
+MAX_GRAMMAR_CHARACTERS = 262_144
+"""Longest JSON document of a grammar. Compiling one of this size takes about a second."""
+
+
 class PauseMode(StrEnum):
     """Treatment of running requests during a pause."""
 

@@ -99,6 +99,11 @@ class PromptTooLong(EngineRefused):
 class GrammarRefused(EngineRefused):
     """The engine's grammar cannot express the form that was asked for: an invalid or unsupported JSON schema."""
 
+    @property
+    def reason(self) -> str:
+        """Why, in the grammar's own words and without the engine's name."""
+        return self.message.partition(" grammar: ")[2] or "it takes too long to compile"
+
 
 class GrammarMissing(EngineRefused):
     """The engine has no grammar: an SGLang server with `--grammar-backend none`, or an embedded engine without the

@@ -163,6 +163,34 @@ class Purpose(StrEnum):
     """Summary of the agent's own history, which is trained and tagged."""
 
 
+class ConstraintKind(StrEnum):
+    """Form that a request demands of its answer."""
+
+    CALL = "call"
+    """At least one call, of any tool or of the named ones."""
+    NAMED_CALL = "named_call"
+    """One call of the named tool."""
+    JSON_SCHEMA = "json_schema"
+    """JSON that fits a schema, or calls if the request has tools."""
+    JSON_OBJECT = "json_object"
+    """A JSON object, or calls if the request has tools."""
+
+    @property
+    def forces_call(self) -> bool:
+        return self in (ConstraintKind.CALL, ConstraintKind.NAMED_CALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Demand on an answer. `names` are tools of the request, in order (none: any of them); `schema` is the text of a
+    JSON schema; `field` is the field of the request, for error messages."""
+
+    kind: ConstraintKind
+    names: tuple[str, ...] = ()
+    schema: str = ""
+    field: str = field(default="", compare=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
     """Request of an agent. Budgets can only lower `max_tokens`; `stop` contains the stop strings, and with `keeps_stop`
@@ -171,8 +199,9 @@ class TurnRequest:
     message is the policy's, has no calls and follows a message of another role: the policy continues it. Without
     `separates_reasoning`, the answer is one text as it was sampled, reasoning and call markup included. The agent's
     sampling parameters are omitted on purpose: the session's own parameters apply. `sampling` is a digest of them: who
-    changes one wants another answer. `client` is the User-Agent of the program that sends the request; `keeps_order`
-    says whether its API keeps the order of text and calls in a message."""
+    changes one wants another answer. `constraint` is the form that the answer must have, if any. `client` is the
+    User-Agent of the program that sends the request; `keeps_order` says whether its API keeps the order of text and
+    calls in a message."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -188,6 +217,7 @@ class TurnRequest:
     sampling: str = ""
     client: str = ""
     keeps_order: bool = True
+    constraint: Constraint | None = None
 
     @property
     def characters(self) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from headrace.policies.engine import GrammarKind
+from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, GrammarKind
 from headrace.policies.errors import RequestInvalid
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ MISSING: Final = (
     "Grammar-based generation (json_schema, structural_tag) is not supported by this engine: install the package "
     "llguidance (headrace[cpu])"
 )
-MAX_GRAMMAR_CHARACTERS: Final = 262_144
-"""Longest JSON document of a grammar: compiling a schema of this size takes about a second."""
 _SPELLING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -116,7 +114,9 @@ class Grammars:
             matcher = LLMatcher(tokens, lark.grammar(start), log_level=0)
             state = GrammarState(matcher, stops)
             if state.error:
-                raise ValueError(state.error)
+                # Without the place in our own text, which follows with it.
+                stated = re.split(r"\n\s*\d+ \| ", state.error)[0]
+                raise ValueError(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", stated))
         except (ValueError, RecursionError) as error:
             raise RequestInvalid(f"Failed to compile {kind.value} grammar: {error}") from error
         return state

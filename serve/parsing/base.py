@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -21,6 +21,17 @@ class ParsedCall:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """Spelling of calls, for grammars: `begin` returns what precedes the arguments of a call to the named tool, and
+    `end` follows them. `style` is that of the arguments in XGrammar's structural tags: `json` or `qwen_xml`."""
+
+    begin: Callable[[str], str]
+    end: str
+    style: str = "json"
+    separator: str = "\n"
 
 
 ParsedBlock: TypeAlias = Text | Reasoning | ParsedCall
@@ -37,7 +48,11 @@ class ParsedOutput:
 
 
 class OutputParser(Protocol):
-    """Stateless parser for sampled outputs."""
+    """Stateless parser for sampled outputs. `call_syntax` is a spelling of calls that it parses; None if it is not
+    known, so that no grammar can force a call."""
+
+    @property
+    def call_syntax(self) -> CallSyntax | None: ...
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         """Parse a whole output (without its stop token). Without `tools`, calls remain text. `in_reasoning` means that

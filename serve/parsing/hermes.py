@@ -5,10 +5,11 @@ Invariant: a call's arguments are exactly the text that was sampled.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import CallSyntax, ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import after_blanks, encodable, object_text, read_object
 from headrace.serve.parsing.scanner import NOTHING, Found, scan
 
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
+def _begin(name: str) -> str:
+    return f'{OPENING}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+
+
 class HermesParser:
     """Implements `base.OutputParser`."""
 
+    call_syntax = CallSyntax(begin=_begin, end=f"}}\n{CLOSING}")
     opening = re.escape(OPENING)
     closing = re.escape(CLOSING)
     wrapping = NOTHING

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.serve.conversation import ToolSpec
-    from headrace.serve.parsing.base import OutputParser, ParsedOutput
+    from headrace.serve.parsing.base import CallSyntax, OutputParser, ParsedOutput
 
 
 class PlainParser:
     """Parser for outputs without calls, which finds only reasoning and text. Implements `base.OutputParser`."""
+
+    call_syntax: CallSyntax | None = None
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         del tools

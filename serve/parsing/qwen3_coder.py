@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import CallSyntax, ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import encodable
 from headrace.serve.parsing.scanner import NOTHING, Found, scan
 
@@ -30,6 +30,10 @@ _FUNCTION_END = re.compile(r"</function>(?:\s*</tool_call>)?")
 
 class Qwen3CoderParser:
     """Implements `base.OutputParser`."""
+
+    call_syntax = CallSyntax(
+        begin="<tool_call>\n<function={}>\n".format, end="</function>\n</tool_call>", style="qwen_xml"
+    )
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         return scan(text, _Markup(tools) if tools else None, in_reasoning=in_reasoning)

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.errors import ParserMissing, ParserUnknown
-from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import CallSyntax, ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import encodable, object_text
 from headrace.serve.parsing.scanner import NOTHING, THINK, Found, scan
 
@@ -59,6 +59,8 @@ class SGLangParser:
         ParserMissing: SGLang cannot be imported; the message says how to install it.
         ParserUnknown: SGLang has no parser of this name.
     """
+
+    call_syntax: CallSyntax | None = None
 
     def __init__(self, name: str) -> None:
         self._sglang = _SGLang(name)

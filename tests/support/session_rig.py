@@ -31,7 +31,7 @@ from headrace.serve.conversation import (
     WarningText,
     say,
 )
-from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import CallSyntax, ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.rendering.work import RendererCall
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class ByteChat:
 
 class LineParser:
     """Lines, kept with their ends."""
+
+    call_syntax: CallSyntax | None = None
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         blocks: list[ParsedBlock] = []

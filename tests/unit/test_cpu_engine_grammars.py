@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from headrace.policies.cpu_engine.grammars import MAX_GRAMMAR_CHARACTERS, Grammars, GrammarState
-from headrace.policies.engine import GrammarKind
+from headrace.policies.cpu_engine.grammars import Grammars, GrammarState
+from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, GrammarKind
 from headrace.policies.errors import GrammarMissing, RequestInvalid
 from headrace.policies.sglang.transport import refusal
 
