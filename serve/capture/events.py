@@ -83,7 +83,10 @@ class Recorded:
     `opened` is the number of characters of the policy's message that the agent wrote at the end of the prompt, for the
     policy to continue (None: the policy begins the message). With `resumes`, these characters are the whole delta: the
     agent inserted them into the message of the turn `parent`, as an observation. `dropped` ids were sampled after the
-    first stop string; they are not in `ids`. With `border`, the stop string ends within the last of `ids`."""
+    first stop string; they are not in `ids`. With `border`, the stop string ends within the last of `ids`.
+
+    `constraint` is the kind of the request's constraint ("" for none). If it was `honoured`, `ids` were sampled from
+    the distribution over what its grammar allows, whose log-probabilities they have."""
 
     parent: str
     parts: tuple[bytes, ...]
@@ -103,6 +106,8 @@ class Recorded:
     dropped: int = 0
     border: bool = False
     kinds: KindRuns | None = None
+    constraint: str = ""
+    honoured: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

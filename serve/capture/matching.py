@@ -26,6 +26,8 @@ def options_digest(request: TurnRequest) -> str:
     kept = " stop kept" if request.keeps_stop else ""
     kept += "" if request.separates_reasoning else " raw"
     kept += f" {request.sampling}" if request.sampling else ""
+    if (form := request.constraint) is not None:
+        kept += f" {form.kind} {form.names} {form.schema}"
     return digest(str(request.max_tokens), f"{request.calls_allowed}{kept}", *request.stop).hex()
 
 

@@ -45,7 +45,7 @@ class Masked(StrEnum):
     """A side call (for a title or a summary for people), or a call to a model name that is served but not trained."""
     SAMPLING = "sampling"
     """Sampled with temperature 0, top_p or top_k, so that the engine's log-probabilities are not those of the behaviour
-    policy."""
+    policy, or with a grammar, so that they are those of a distribution that a learner does not have."""
     TRUNCATED = "truncated"
     """Cut off by the context limit, in a session that does not train such turns."""
     OVERRUN = "overrun"
@@ -96,7 +96,8 @@ class SessionReport:
     infra, whatever the score. `drift` counts turns by how their echoes differed, and `lost_calls` counts pieces of call
     markup that could not be parsed. `rerendered` counts the conversations after the first that began with a full
     render, and `replays` requests that got the answer of an earlier, equal one again. `conversation` holds every
-    sampled turn as text, if requested. `usage` says where the time went."""
+    sampled turn as text, if requested. `usage` says where the time went. `unhonoured` counts the turns by the kind of
+    a constraint that no engine could honour."""
 
     session_id: SessionId
     trajectory: Trajectory | None
@@ -113,6 +114,7 @@ class SessionReport:
     replays: int = 0
     conversation: tuple[TranscriptTurn, ...] = ()
     usage: SessionUsage = field(default_factory=SessionUsage)
+    unhonoured: dict[str, int] = field(default_factory=dict)
 
     @property
     def coverage(self) -> Coverage:
@@ -164,6 +166,7 @@ def report_of(session: Session) -> SessionReport:
         lineages=tuple(lineages[leaf] for leaf in leaves),
         drift={str(kind): number for kind, number in session.drift.items() if kind},
         lost_calls=session.lost_calls,
+        unhonoured={kind: number for kind, number in session.unhonoured.items() if number},
     )
 
 
@@ -182,7 +185,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
             verdicts[node] = Masked.SIDE
         elif TrainedPart.ABANDONED not in train and is_abandoned(node, session.trie):
             verdicts[node] = Masked.ABANDONED
-        elif not session.spec.sampling.exact:
+        elif not session.spec.sampling.exact or node.is_constrained:
             verdicts[node] = Masked.SAMPLING
         elif node.border:
             verdicts[node] = Masked.STOP_BORDER
@@ -274,6 +277,8 @@ def tree_of(session: Session) -> list[dict[str, object]]:
             "status": node.status.value,
             "masked": reason.value if reason else None,
             "truncated": node.truncated,
+            "constraint": node.constraint or None,
+            "honoured": node.honoured,
             "calls": [{"id": call.id, "name": call.name} for call in node.calls],
             "versions": [list(span.to_json()[:3]) for span in node.spans],
         }

@@ -21,7 +21,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
 from headrace.buffer.token_kinds import TokenKind
-from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason
+from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason, Grammar
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.events import (
     Accepted,
@@ -124,7 +124,8 @@ class SessionSpec:
     limit are trained; `train_cut` says the same of turns that were cut off when `wall_s` was over, which then count as
     turns. `train` says which turns are trained besides the main ones: those of side calls, and those that the agent
     continued without. `marks_warnings` says whether the agent may mark parts of observations as warnings, which
-    objectives on observations leave out."""
+    objectives on observations leave out. `serve_unhonoured` serves requests freely whose constraint no engine can
+    honour; otherwise they are refused."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
@@ -134,6 +135,7 @@ class SessionSpec:
     train_cut: bool = False
     train: tuple[TrainedPart, ...] = (TrainedPart.MAIN,)
     marks_warnings: bool = False
+    serve_unhonoured: bool = False
     rollout: str = ""
     attempt: int = 0
 
@@ -142,7 +144,8 @@ class SessionSpec:
 class TurnPlan:
     """Prompt and limit of an engine request. `truncates` is true if `max_new_tokens` is set by the context limit rather
     than by the request or a budget; `spends` is true if it is set by what is left of `max_sampled_tokens`. `kinds` are
-    those of `delta`, None if they are not known."""
+    those of `delta`, None if they are not known. `grammar` is that of the request's constraint, None if there is no
+    constraint or it is not honoured."""
 
     match: Match
     request: TurnRequest
@@ -152,6 +155,7 @@ class TurnPlan:
     truncates: bool
     spends: bool = False
     kinds: KindRuns | None = None
+    grammar: Grammar | None = None
 
 
 class Session:
@@ -169,6 +173,7 @@ class Session:
         self.drift: Counter[str] = Counter()
         self.sampled_tokens = 0
         self.lost_calls = 0
+        self.unhonoured: Counter[str] = Counter()
         self._salt = blake2b(spec.session_id.encode(), digest_size=4).hexdigest()
         self._turn_numbers = 0
 
@@ -392,7 +397,7 @@ class Session:
         truncated: bool = False,
         lost_calls: int = 0,
     ) -> Recorded:
-        match = plan.match
+        match, constraint = plan.match, plan.request.constraint
         return Recorded(
             parent=match.parent.turn_id if match.parent else "",
             parts=match.parts,
@@ -411,6 +416,8 @@ class Session:
             dropped=cut.dropped,
             border=cut.border,
             kinds=plan.kinds,
+            constraint="" if constraint is None else constraint.kind.value,
+            honoured=constraint is None or plan.grammar is not None,
         )
 
     def apply(self, event: Event) -> None:
@@ -421,6 +428,7 @@ class Session:
                 self.sampled_tokens += len(event.ids) + event.dropped
                 self.lost_calls += event.lost_calls
                 self.turns += not event.status.is_partial or (event.status is Status.CUT and self.spec.train_cut)
+                self.unhonoured[event.constraint] += not event.honoured
                 number = event.answer.turn_id.removeprefix(f"t{self._salt}")
                 self._turn_numbers = max(self._turn_numbers, int(number) if number.isdigit() else 0)
             case Accepted(turn_id=turn_id, drift=drift):

@@ -202,6 +202,8 @@ def _document(event: Event) -> dict[str, Any]:
             }
             if event.kinds is not None:
                 recorded["token_kinds"] = event.kinds
+            if event.constraint:
+                recorded |= {"constraint": event.constraint, "honoured": event.honoured}
             return {"recorded": recorded}
         case Accepted(turn_id=turn_id, drift=drift):
             return {"accepted": turn_id, "drift": drift.value}

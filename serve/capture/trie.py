@@ -77,7 +77,8 @@ class PromptNode:
 class SampledNode:
     """Sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is retained until the agent has accepted
     it, or longer if the trie keeps answers. `said` is the digest of the turn's text as the agent continues it, with its
-    stop string, and `said_characters` its length. `dropped` and `border` are those of the event."""
+    stop string, and `said_characters` its length. `dropped`, `border`, `constraint` and `honoured` are those of the
+    event."""
 
     above: weakref.ref[PromptNode]
     turn_id: str
@@ -95,6 +96,8 @@ class SampledNode:
     said_characters: int
     dropped: int
     border: bool
+    constraint: str = ""
+    honoured: bool = True
     replays: int = 0
     children: list[PromptNode] = field(default_factory=list)
     last_echo: tuple[bytes, KnownChanges | None, bool, Drift] | None = None
@@ -108,6 +111,11 @@ class SampledNode:
     @property
     def length(self) -> int:
         return self.parent.length + len(self.ids)
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if a grammar restricted what could be sampled."""
+        return bool(self.constraint) and self.honoured
 
     @property
     def last_id(self) -> int:
@@ -289,6 +297,8 @@ class Trie:
             said_characters=len(said),
             dropped=event.dropped,
             border=event.border,
+            constraint=event.constraint,
+            honoured=event.honoured,
         )
         prompt.children.append(node)
         self.sampled.append(node)

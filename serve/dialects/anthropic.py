@@ -32,7 +32,7 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.dialects import fields, openai
+from headrace.serve.dialects import constraints, fields, openai
 from headrace.serve.dialects.dialect import WireRequest
 from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError, WireError
 
@@ -157,13 +157,17 @@ class AnthropicMessages:
 
 def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireRequest:
     document = fields.read_request(body, "messages")
-    model, choice = fields.string(document, "model"), document.get("tool_choice")
-    if choice is not None:
-        choice = fields.as_object(choice, "tool_choice").get("type")
+    model, tools = fields.string(document, "model"), _KNOWN_TOOLS.of(document.get("tools"))
+    choice = constraints.anthropic_choice(document.get("tool_choice"), tools)
+    form = constraints.text_format(document.get("output_format"), "output_format")
+    if (config := document.get("output_config")) is not None:
+        given = fields.as_object(config, "output_config").get("format")
+        form = constraints.text_format(given, "output_config.format") or form
     turn = TurnRequest(
         messages=fields.checked(_conversation(document), "messages", prefill=prefill),
-        tools=_KNOWN_TOOLS.of(document.get("tools")),
-        calls_allowed=fields.calls_allowed(choice, none="none", auto="auto"),
+        tools=tools,
+        calls_allowed=choice.allowed,
+        constraint=choice.forced or form,
         max_tokens=fields.max_tokens(document, "max_tokens"),
         stop=fields.stop_strings(document, "stop_sequences"),
         model=model,

@@ -32,7 +32,7 @@ from headrace.serve.conversation import (
     WarningText,
     say,
 )
-from headrace.serve.dialects import fields, openai
+from headrace.serve.dialects import constraints, fields, openai
 from headrace.serve.dialects.dialect import TokenFields, WireRequest
 from headrace.serve.errors import BadRequest, WireError
 
@@ -81,10 +81,14 @@ class ChatCompletions:
         continues = fields.boolean(document, "continue_final_message")
         if options is not None:
             options = fields.as_object(options, "stream_options").get("include_usage")
+        tools = _KNOWN_TOOLS.of(document.get("tools"))
+        choice = constraints.openai_choice(document.get("tool_choice"), tools, _function_name)
+        form = constraints.text_format(document.get("response_format"), "response_format", nested="json_schema")
         turn = TurnRequest(
             messages=_messages(document, continues=continues),
-            tools=_KNOWN_TOOLS.of(document.get("tools")),
-            calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
+            tools=tools,
+            calls_allowed=choice.allowed,
+            constraint=choice.forced or form,
             max_tokens=fields.max_tokens(document, "max_completion_tokens", "max_tokens"),
             stop=fields.stop_strings(document, "stop"),
             keeps_stop=fields.boolean(document, "include_stop_str_in_output"),
@@ -95,6 +99,9 @@ class ChatCompletions:
             client=fields.client(headers),
             keeps_order=False,
         )
+        if continues and turn.constraint is not None:
+            field = turn.constraint.field
+            raise BadRequest(f"continue_final_message: a message that is continued cannot honour {field}.", field)
         return WireRequest(
             turn=turn,
             stream=fields.boolean(document, "stream"),
@@ -268,6 +275,11 @@ def _tools(value: object) -> tuple[ToolSpec, ...]:
 
 
 _KNOWN_TOOLS = fields.KnownTools(_tools)
+
+
+def _function_name(choice: JsonObject, where: str) -> str:
+    """Return the name of a chosen tool."""
+    return fields.string(fields.as_object(choice.get("function"), f"{where}.function"), "name", f"{where}.function")
 
 
 def _head(request: WireRequest, turn: TurnAnswer, kind: str, created_s: int) -> dict[str, object]:

@@ -200,18 +200,6 @@ def token_fields(document: JsonObject) -> TokenFields:
     return asked
 
 
-def calls_allowed(choice: object, none: object, auto: object) -> bool:
-    """Return whether `tool_choice` allows calls. Raises BadRequest for one that would force a call."""
-    if choice is None or choice == auto:
-        return True
-    if choice == none:
-        return False
-    raise BadRequest(
-        "tool_choice cannot be honoured: the policy itself decides whether to call a tool; send auto or none.",
-        "tool_choice",
-    )
-
-
 def json_text(value: object, where: str) -> str:
     """Return the value as compact JSON."""
     try:

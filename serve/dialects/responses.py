@@ -32,7 +32,7 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.dialects import fields, openai
+from headrace.serve.dialects import constraints, fields, openai
 from headrace.serve.dialects.dialect import CallShape, WireRequest
 from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, TooManyRequests, WireError
 
@@ -78,11 +78,15 @@ class Responses:
                 raise BadRequest(sentence, name)
         model = fields.string(document, "model")
         tools, shapes = _KNOWN_TOOLS.of(document.get("tools"))
+        choice = constraints.openai_choice(document.get("tool_choice"), tools, _chosen_name)
+        text = document.get("text")
+        form = None if text is None else fields.as_object(text, "text").get("format")
         agent, purpose = _codex(document, headers)
         turn = TurnRequest(
             messages=fields.checked(_conversation(document), "input"),
             tools=tools,
-            calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
+            calls_allowed=choice.allowed,
+            constraint=choice.forced or constraints.text_format(form, "text.format"),
             max_tokens=fields.max_tokens(document, "max_output_tokens"),
             model=model,
             sampling=fields.sampling_digest(document),
@@ -179,6 +183,11 @@ def _flat_name(namespace: str, name: str) -> str:
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def _chosen_name(choice: JsonObject, where: str) -> str:
+    """Return the name of a chosen tool as the policy sees it."""
+    return _flat_name(fields.string(choice, "namespace", where), fields.string(choice, "name", where))
 
 
 def _tools(value: object) -> tuple[tuple[ToolSpec, ...], dict[str, CallShape]]:
@@ -352,6 +361,9 @@ _ASSISTANT_ITEMS: dict[str, Callable[[JsonObject, str], tuple[Block, ...]]] = {
 def _response(request: WireRequest, response_id: str, created_s: int) -> dict[str, object]:
     """Return the response as it is before anything has been sampled. Parameters that the session decides (sampling,
     tools) are not echoed."""
+    choice = "auto" if request.turn.calls_allowed else "none"
+    if (form := request.turn.constraint) is not None and form.kind.forces_call:
+        choice = "required"
     return {
         "id": response_id,
         "object": "response",
@@ -371,7 +383,7 @@ def _response(request: WireRequest, response_id: str, created_s: int) -> dict[st
         "store": False,
         "temperature": None,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto" if request.turn.calls_allowed else "none",
+        "tool_choice": choice,
         "tools": [],
         "top_p": None,
         "truncation": "disabled",

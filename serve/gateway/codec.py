@@ -88,6 +88,7 @@ class SpecForm(BaseModel):
     train_cut: bool = False
     train: _Train = (TrainedPart.MAIN,)
     marks_warnings: bool = False
+    serve_unhonoured: bool = False
     rollout: str = Field(default="", max_length=256)
     attempt: int = Field(default=0, ge=0, le=_MOST)
 
@@ -102,6 +103,7 @@ class SpecForm(BaseModel):
             train_cut=self.train_cut,
             train=self.train,
             marks_warnings=self.marks_warnings,
+            serve_unhonoured=self.serve_unhonoured,
             rollout=self.rollout,
             attempt=self.attempt,
         )
@@ -120,6 +122,7 @@ class OpenOneForm(BaseModel):
     train_cut: bool = False
     train: _Train = (TrainedPart.MAIN,)
     marks_warnings: bool = False
+    serve_unhonoured: bool = False
 
     def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
@@ -132,6 +135,7 @@ class OpenOneForm(BaseModel):
             train_cut=self.train_cut,
             train=self.train,
             marks_warnings=self.marks_warnings,
+            serve_unhonoured=self.serve_unhonoured,
         )
 
 
@@ -258,6 +262,7 @@ def _counts(report: SessionReport) -> dict[str, object]:
         "rerendered": report.rerendered,
         "replays": report.replays,
         "lost_calls": report.lost_calls,
+        "unhonoured": report.unhonoured,
         "exhausted": report.exhausted.value,
         "failures": list(report.failures),
     }
@@ -307,6 +312,7 @@ class ReportForm(BaseModel):
     rerendered: int
     replays: int = 0
     lost_calls: int
+    unhonoured: dict[str, int] = {}
     exhausted: Exhausted
     failures: list[str]
 
@@ -326,6 +332,7 @@ class ReportForm(BaseModel):
             lineages=tuple(self.lineages),
             drift=self.drift,
             lost_calls=self.lost_calls,
+            unhonoured=self.unhonoured,
             conversation=tuple(self.conversation),
             usage=self.usage,
         )

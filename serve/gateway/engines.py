@@ -8,6 +8,7 @@ Invariants:
 - After an engine failure, the failed call is discarded and the turn is resampled once. If an engine aborts a call by
   itself, the tokens that it returns are retained and sampling resumes after them; the version spans record which
   weights sampled which tokens.
+- The position in a grammar does not survive an abort: a turn with a grammar is then sampled again from its beginning.
 - A call that is abandoned (agent disconnected, budget spent, deadline passed) is aborted on its engine. Aborts sent
   while the gate is closed are repeated when it opens: SGLang loses an abort of a request that arrived during a pause.
 """
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.breakdown import GATE
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
-from headrace.policies.errors import EngineDown, EngineError, PromptTooLong
+from headrace.policies.errors import EngineDown, EngineError, GrammarMissing, GrammarRefused, PromptTooLong
 from headrace.serve.errors import ContextExceeded, InfraError, NoEngineOpen
 from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
 from headrace.serve.observing import span_names
@@ -141,9 +142,10 @@ class EnginePool:
         Raises:
             NoEngineOpen: no engine was available in time.
             ContextExceeded: the engine's own limit is below the session's.
+            GrammarRefused, GrammarMissing: the engine cannot follow the grammar.
             InfraError: engines failed the turn twice.
         """
-        failures, avoid = 0, None
+        failures, restarts, avoid = 0, 0, None
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
             waiting_s = self._clock()
@@ -153,7 +155,7 @@ class EnginePool:
                 usage.add(GATE, waiting_s, self._clock())
             done = array("i", (token for piece in pieces for token in piece.output_ids))
             # A continuation or a retry is a request of its own to the engine.
-            suffix = f"-{len(pieces)}-{failures}" if pieces or failures else ""
+            suffix = f"-{restarts + len(pieces)}-{failures}" if restarts or pieces or failures else ""
             request = replace(
                 ask,
                 request_id=RequestId(ask.request_id + suffix),
@@ -179,6 +181,8 @@ class EnginePool:
                     # The prompt alone would fit: the engine counts the tokens to sample too.
                     length += request.max_new_tokens
                 raise ContextExceeded(f"The engine refused {length} tokens.", "messages", tokens=length, limit=limit)
+            if isinstance(outcome, GrammarRefused | GrammarMissing):
+                raise outcome
             if isinstance(outcome, EngineError):
                 failures, avoid = failures + 1, engine_id
                 if failures > MAX_FAILURES:
@@ -189,8 +193,11 @@ class EnginePool:
                 return whole
             if len(whole.output_ids) >= ask.max_new_tokens:
                 return replace(whole, finish=FinishReason.LENGTH)
-            if len(pieces) > MAX_CONTINUATIONS:
-                raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
+            if ask.grammar is not None:
+                restarts += len(pieces)
+                pieces.clear()
+            if restarts + len(pieces) > MAX_CONTINUATIONS:
+                raise InfraError(f"engine {engine_id} aborted the turn {restarts + len(pieces)} times")
 
     async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> tuple[EngineId, float]:
         """Wait for an available engine; return it with the deadline, extended by the time during which a push held an

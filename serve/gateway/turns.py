@@ -21,13 +21,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from headrace.buffer.breakdown import RENDER
-from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
-from headrace.policies.errors import TemplateRefused
+from headrace.policies.engine import (
+    MAX_GRAMMAR_CHARACTERS,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    RequestId,
+)
+from headrace.policies.errors import GrammarMissing, GrammarRefused, TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Replayed, Spent
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
+from headrace.serve.capture.session import begins_in_reasoning
 from headrace.serve.capture.trie import Match, path
 from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, Role, TurnRequest, say
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown, TooManyRequests
@@ -35,7 +42,9 @@ from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
 from headrace.serve.observing.tracing import context_from
+from headrace.serve.parsing.grammars import Reasons, grammar_of
 from headrace.serve.parsing.parser_choice import ParserAlarm
+from headrace.serve.parsing.scanner import THINK
 from headrace.serve.rendering.work import RendererCall
 
 if TYPE_CHECKING:
@@ -62,6 +71,8 @@ MAX_FAILURES = 100
 """Failures recorded per session. A single failure decides the outcome; an agent that retries a dead engine forever must
 not fill the disk."""
 MAX_VERSIONS = 64
+MAX_REASON_CHARACTERS = 500
+"""Longest reason of a grammar that an agent is told; it may repeat the agent's schema."""
 LONG_TEXT_CHARACTERS = 16_384
 """New text longer than this, and descriptions of tools, are rendered apart from the event loop: rendering them takes
 milliseconds, which would block all sessions."""
@@ -306,7 +317,7 @@ class Turns:
                 plan = core.plan(match, request, delta, await self._kinds(live, match, request, delta))
                 rendered_s = self._clock()
                 live.usage.add(RENDER, asked_s, rendered_s)
-                completion = await self._sample(live, turn_id, plan)
+                plan, completion = await self._sample_as_asked(live, turn_id, plan)
             except ContextExceeded:
                 live.exhaust(Exhausted.CONTEXT)
                 raise
@@ -377,6 +388,37 @@ class Turns:
         async with live.rendering:
             return await self._renders.run(live.core.spec.session_id, work)
 
+    async def _sample_as_asked(
+        self, live: LiveSession, turn_id: str, plan: TurnPlan
+    ) -> tuple[TurnPlan, Completion | None]:
+        """Return the plan with the grammar of the request's constraint, if it could be honoured, and what `_sample`
+        returns. Raises BadRequest for a constraint that the grammar refuses, or that nothing can honour in a session
+        that does not serve such turns."""
+        constraint = plan.request.constraint
+        if constraint is None:
+            return plan, await self._sample(live, turn_id, plan)
+        name = constraint.field
+        may_reason = Reasons.MAY if THINK in self._renderer.template else Reasons.NEVER
+        reasons = Reasons.ALREADY if begins_in_reasoning(plan, self._renderer) else may_reason
+        grammar = grammar_of(plan.request, constraint, self._parser.call_syntax, reasons)
+        if grammar is not None:
+            if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+                raise BadRequest(f"{name}: the schemas have more than {MAX_GRAMMAR_CHARACTERS} characters.", name)
+            constrained = replace(plan, grammar=grammar)
+            try:
+                return constrained, await self._sample(live, turn_id, constrained)
+            except GrammarRefused as error:
+                raise BadRequest(f"{name} cannot be honoured: {error.reason[:MAX_REASON_CHARACTERS]}", name) from None
+            except GrammarMissing:
+                pass
+        if not live.core.spec.serve_unhonoured:
+            raise BadRequest(
+                f"{name} cannot be honoured: the model's engine has no grammar for it. Leave it out, or open the "
+                "session with serve_unhonoured.",
+                name,
+            )
+        return plan, await self._sample(live, turn_id, plan)
+
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
         """Return the completion, or None if the wall-time budget ran out first."""
         spec, parent = live.core.spec, plan.match.parent
@@ -389,6 +431,7 @@ class Turns:
             top_k=spec.sampling.top_k,
             stop=plan.request.stop,
             stop_token_ids=self._renderer.stop_ids,
+            grammar=plan.grammar,
         )
         # The prefix is cached per conversation, not per session: conversations of one session share little.
         root = path(parent)[0][0].parts if parent else plan.match.parts
@@ -400,6 +443,10 @@ class Turns:
                 completion = await self._pool.sample(lineage, request, pieces, live.usage)
             completed = True
             return completion
+        except (GrammarRefused, GrammarMissing):
+            # Not a failure of ours, however long the engine took to say so.
+            completed = True
+            raise
         except TimeoutError:
             overdue = True
             live.exhaust(Exhausted.WALL)

@@ -67,6 +67,7 @@ SAMPLED_TOKENS: Final = "headrace.session.sampled_tokens"
 TRAINED_TOKENS: Final = "headrace.session.trained_tokens"
 MASKED_TOKENS: Final = "headrace.session.masked_tokens"
 DRIFT: Final = "headrace.session.drift"
+UNHONOURED: Final = "headrace.session.unhonoured"
 ROWS: Final = "headrace.session.rows"
 LOST_CALLS: Final = "headrace.session.lost_calls"
 SANDBOX_HOST: Final = boot_spans.SANDBOX_HOST

@@ -87,6 +87,7 @@ async def worker(
                     train_truncated=True,
                     train_cut=False,
                     train=(TrainedPart.MAIN,),
+                    serve_unhonoured=True,
                     budgets=Budgets(max_context_tokens=8192),
                     rollout=RolloutConfig(),
                 )

@@ -376,7 +376,7 @@ class Client:
             self.history += self.wire.echo(reply.kept)
         return reply
 
-    async def say(self, text: str, **fields: Any) -> Reply:
+    async def say(self, text: str, /, **fields: Any) -> Reply:
         return await self.ask(*self.wire.user(text), **fields)
 
     async def give(self, *pairs: tuple[str, str], **fields: Any) -> Reply:

@@ -43,6 +43,10 @@ class Fault(StrEnum):
     """An abort of its own after one token."""
     TOO_LONG = "too long"
     """400, with SGLang's sentence for a prompt beyond its context."""
+    GRAMMAR_REFUSED = "grammar refused"
+    """400, with SGLang's sentence for a schema that it cannot compile, if the request has a grammar."""
+    NO_GRAMMAR = "no grammar"
+    """400, with SGLang's sentence of a server without a grammar backend, if the request has a grammar."""
     GARBAGE = "garbage"
     """A body without ids."""
 
@@ -115,6 +119,15 @@ class ScriptedEngine:
             case Fault.TOO_LONG:
                 sentence = "The input (9 tokens) is longer than the model's context length (8 tokens)."
                 return web.json_response({"error": {"message": sentence}}, status=400)
+            case Fault.GRAMMAR_REFUSED | Fault.NO_GRAMMAR:
+                if not {"json_schema", "structural_tag"} & body["sampling_params"].keys():
+                    answer = "free"
+                elif answer is Fault.GRAMMAR_REFUSED:
+                    sentence = "Failed to compile json grammar: schema of {'weights': 'partially updated'}"
+                    return web.json_response({"error": {"message": sentence}}, status=400)
+                else:
+                    sentence = "Grammar-based generation (json_schema, regex, ...) is not supported when the server ..."
+                    return web.json_response({"error": {"message": sentence}}, status=400)
             case Fault.GARBAGE:
                 return web.json_response({"text": "no ids"})
             case Fault.CUT:
