@@ -367,6 +367,7 @@ def _session_attributes(record: SessionReport) -> dict[str, int]:
         names.LOST_CALLS: record.lost_calls,
     }
     attributes |= {f"{names.MASKED_TOKENS}.{reason}": tokens for reason, tokens in record.masked.items()}
+    attributes |= {f"{names.UNHONOURED}.{kind}": turns for kind, turns in record.unhonoured.items()}
     return attributes | {f"{names.DRIFT}.{kind}": turns for kind, turns in record.drift.items()}
 
 

@@ -92,6 +92,7 @@ class SourceParts:
     train_truncated: bool
     train_cut: bool
     train: tuple[TrainedPart, ...]
+    serve_unhonoured: bool
     rollout: RolloutConfig
     evaluation_terms: SessionTerms | None = None
     """Terms of evaluation sessions; None to use the training terms."""
@@ -219,6 +220,7 @@ class SourceStations:
             train_truncated=self._parts.train_truncated,
             train_cut=self._parts.train_cut,
             train=self._parts.train,
+            serve_unhonoured=self._parts.serve_unhonoured,
             marks_warnings=marks_warnings(self._parts.agent),
             rollout=order.rollout_id,
             attempt=order.attempt,

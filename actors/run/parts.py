@@ -407,6 +407,7 @@ def source_parts(config: RunConfig) -> SourceParts:
         train_truncated=config.sampling.train_truncated,
         train_cut=config.sampling.train_cut,
         train=config.sampling.train,
+        serve_unhonoured=config.sampling.serve_unhonoured,
         rollout=config.rollout,
     )
 

@@ -40,6 +40,9 @@ class SamplingSection(Section):
     """Turns to train: `main`, and in addition `side` (calls without tools, beside agents that have tools) and
     `abandoned` (turns that the agent continued without), which are masked otherwise. Agents that do not send the
     policy's turns back need them (docs/gateway.md)."""
+    serve_unhonoured: bool = True
+    """Serve requests for a forced tool call or JSON freely if no engine has a grammar for them, and count them; false
+    refuses them, which ends most agents in their first turn."""
 
 
 class EvaluationSamplingSection(Section):

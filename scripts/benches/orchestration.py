@@ -132,6 +132,7 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
                 train_truncated=True,
                 train_cut=False,
                 train=(TrainedPart.MAIN,),
+                serve_unhonoured=True,
                 rollout=RolloutConfig(),
             )
         },

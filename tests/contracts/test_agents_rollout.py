@@ -94,6 +94,7 @@ async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, age
                     train_truncated=True,
                     train_cut=False,
                     train=(TrainedPart.MAIN,),
+                    serve_unhonoured=True,
                     budgets=Budgets(max_context_tokens=200_000),
                     rollout=RolloutConfig(),
                 )
