@@ -3,6 +3,8 @@
 Invariants:
 - Reasoning is sent as `reasoning_content`, which agents echo; this API has no field for a signature.
 - Consecutive messages with the role `tool` answer one turn and become one message.
+- A request with the older `functions` in place of `tools` is answered with `function_call`, which holds one call
+  without an id: of several sampled calls the agent gets the first.
 - A text part of a message may say `"headrace_kind": "warning"` (docs/gateway.md). The parts of such a
   content are joined as they are. Whether the mark counts is up to the session: only agents of ours may set it.
 - A request may ask for the sampled tokens: for OpenAI's `logprobs`, and for vLLM's `prompt_token_ids` and `token_ids`
@@ -49,7 +51,7 @@ WARNING: Final = "warning"
 MAX_SAMPLES: Final = 16
 """Largest number of answers to one request; each is a turn of the session."""
 
-_ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
+_ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 _FINISH_REASONS = {
     TurnEnd.STOP: "stop",
     TurnEnd.STOP_STRING: "stop",
@@ -83,6 +85,14 @@ class ChatCompletions:
             options = fields.as_object(options, "stream_options").get("include_usage")
         tools = _KNOWN_TOOLS.of(document.get("tools"))
         choice = constraints.openai_choice(document.get("tool_choice"), tools, _function_name)
+        if legacy := not tools and bool(document.get("functions")):
+            tools = _KNOWN_FUNCTIONS.of(document["functions"])
+            choice = constraints.openai_choice(
+                document.get("function_call"),
+                tools,
+                lambda named, where: fields.string(named, "name", where),
+                "function_call",
+            )
         form = constraints.text_format(document.get("response_format"), "response_format", nested="json_schema")
         turn = TurnRequest(
             messages=_messages(document, continues=continues),
@@ -109,6 +119,7 @@ class ChatCompletions:
             include_usage=options is True,
             samples=_samples(document),
             token_fields=fields.token_fields(document),
+            legacy_calls=legacy,
         )
 
     def parse_tokenize(self, body: bytes, headers: Mapping[str, str]) -> TokenizeRequest:
@@ -133,7 +144,7 @@ class ChatCompletions:
         self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
     ) -> dict[str, object]:
         turns = (turn, *others)
-        choices = [_choice(each, index, request.token_fields) for index, each in enumerate(turns)]
+        choices = [_choice(request, each, index) for index, each in enumerate(turns)]
         whole = _head(request, turn, "chat.completion", created_s) | {"choices": choices, "usage": _usage(turns)}
         return whole | _prompt_ids(turn, request.token_fields)
 
@@ -144,8 +155,7 @@ class ChatCompletions:
         if request.include_usage:
             head["usage"] = None
         turns = (turn, *others)
-        asked = request.token_fields
-        parts = [part for index, each in enumerate(turns) for part in _chunks(head, each, index, asked)]
+        parts = [part for index, each in enumerate(turns) for part in _chunks(request, head, each, index)]
         if request.include_usage:
             parts.append(openai.data(head | {"choices": [], "usage": _usage(turns)}))
         return b"".join([*parts, openai.DONE])
@@ -254,10 +264,17 @@ def _assistant(message: JsonObject, where: str) -> Iterator[Block]:
         if call.get("type") not in (None, "function"):
             continue
         function = fields.as_object(call.get("function"), f"{path}.function")
-        arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = "{}" if arguments is None else fields.json_text(arguments, f"{path}.function.arguments")
-        yield ToolCall(fields.string(call, "id", path), fields.string(function, "name", f"{path}.function"), arguments)
+        yield _function_call(function, f"{path}.function", fields.string(call, "id", path))
+
+    if (given := message.get("function_call")) is not None:
+        yield _function_call(fields.as_object(given, f"{where}.function_call"), f"{where}.function_call")
+
+
+def _function_call(function: JsonObject, where: str, call_id: str = "") -> ToolCall:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "{}" if arguments is None else fields.json_text(arguments, f"{where}.arguments")
+    return ToolCall(call_id, fields.string(function, "name", where), arguments)
 
 
 def _tools(value: object) -> tuple[ToolSpec, ...]:
@@ -266,15 +283,22 @@ def _tools(value: object) -> tuple[ToolSpec, ...]:
         tool = fields.as_object(entry, f"tools[{index}]")
         if tool.get("type") not in (None, "function"):
             continue
-        where = f"tools[{index}].function"
-        function = fields.as_object(tool.get("function"), where)
-        parameters = fields.tool_parameters(function.get("parameters"), f"{where}.parameters")
-        name, description = fields.tool_name(function, where), fields.string(function, "description", where)
-        specs.append(ToolSpec(name, description, parameters))
+        specs.append(_spec(tool.get("function"), f"tools[{index}].function"))
     return tuple(specs)
 
 
+def _spec(value: object, where: str) -> ToolSpec:
+    function = fields.as_object(value, where)
+    parameters = fields.tool_parameters(function.get("parameters"), f"{where}.parameters")
+    return ToolSpec(fields.tool_name(function, where), fields.string(function, "description", where), parameters)
+
+
 _KNOWN_TOOLS = fields.KnownTools(_tools)
+_KNOWN_FUNCTIONS = fields.KnownTools(
+    lambda value: tuple(
+        _spec(entry, f"functions[{index}]") for index, entry in enumerate(fields.as_list(value, "functions"))
+    )
+)
 
 
 def _function_name(choice: JsonObject, where: str) -> str:
@@ -297,18 +321,20 @@ def _usage(turns: Sequence[TurnAnswer]) -> dict[str, object]:
     }
 
 
-def _choice(turn: TurnAnswer, index: int, asked: TokenFields) -> dict[str, object]:
+def _choice(request: WireRequest, turn: TurnAnswer, index: int) -> dict[str, object]:
     message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
     if calls := [_call(call) for call in turn.calls]:
-        message["tool_calls"] = calls
+        message |= {"function_call": calls[0]["function"]} if request.legacy_calls else {"tool_calls": calls}
     if reasoning := [block.text for block in turn.blocks if isinstance(block, Reasoning)]:
         message["reasoning_content"] = "\n".join(reasoning)
-    return {"index": index, "message": message, "logprobs": None} | _token_fields(turn, asked) | _end(turn)
+    whole = {"index": index, "message": message, "logprobs": None} | _token_fields(turn, request.token_fields)
+    return whole | _end(turn, legacy=request.legacy_calls)
 
 
-def _chunks(head: Mapping[str, object], turn: TurnAnswer, index: int, asked: TokenFields) -> Iterator[bytes]:
+def _chunks(request: WireRequest, head: Mapping[str, object], turn: TurnAnswer, index: int) -> Iterator[bytes]:
     """Yield the events of one choice. Its tokens are in that of its first block, which need not be the one that they
     spell: clients join them, as they join the texts."""
+    asked, legacy = request.token_fields, request.legacy_calls
     first = {"role": "assistant", "content": None if _content(turn) is None else ""}
     yield _chunk({**head, **_prompt_ids(turn, asked)}, first, index)
     calls, separator, tokens = 0, "", _token_fields(turn, asked)
@@ -318,13 +344,16 @@ def _chunks(head: Mapping[str, object], turn: TurnAnswer, index: int, asked: Tok
             delta: dict[str, object] = {"reasoning_content": separator + block.text}
             separator = "\n"
         elif isinstance(block, ToolCall):
-            delta = {"tool_calls": [{"index": calls} | _call(block)]}
+            call = _call(block)
             calls += 1
+            if legacy and calls > 1:
+                continue
+            delta = {"function_call": call["function"]} if legacy else {"tool_calls": [{"index": calls - 1} | call]}
         else:
             delta = {"content": block.text}
         yield _chunk(head, delta, index, tokens)
         tokens = {}
-    yield _chunk(head, {}, index, tokens | _end(turn))
+    yield _chunk(head, {}, index, tokens | _end(turn, legacy=legacy))
 
 
 def _tokens_of(turn: TurnAnswer) -> AnswerTokens | None:
@@ -377,9 +406,10 @@ def _content(turn: TurnAnswer) -> str | None:
     return None if only_calls else turn.text
 
 
-def _end(turn: TurnAnswer) -> dict[str, object]:
+def _end(turn: TurnAnswer, *, legacy: bool) -> dict[str, object]:
     """Return the fields of a choice that tell how it ended; `stop_reason` is vLLM's."""
-    return {"finish_reason": _FINISH_REASONS[turn.end], "stop_reason": turn.stop_string or None}
+    reason = "function_call" if legacy and turn.end is TurnEnd.CALLS else _FINISH_REASONS[turn.end]
+    return {"finish_reason": reason, "stop_reason": turn.stop_string or None}
 
 
 def _chunk(

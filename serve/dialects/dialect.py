@@ -48,7 +48,8 @@ class WireRequest:
     """Parsed request body. `model` is the name that the response repeats; `include_usage` requests a usage chunk at the
     end of the stream, in APIs where that is optional; `call_shapes` maps the names of the tools in `turn.tools` that
     are not plain functions to their shapes; `samples` is the number of answers, in APIs that can ask for several. The
-    answers to a request with `token_fields` are `AnswerWithTokens`."""
+    answers to a request with `token_fields` are `AnswerWithTokens`. `legacy_calls` answers with the field that OpenAI's
+    API had before `tool_calls`."""
 
     turn: TurnRequest
     stream: bool
@@ -57,6 +58,7 @@ class WireRequest:
     call_shapes: Mapping[str, CallShape] = field(default_factory=dict)
     samples: int = 1
     token_fields: TokenFields = TokenFields()
+    legacy_calls: bool = False
 
 
 class Dialect(Protocol):

@@ -93,6 +93,7 @@ def read_request(body: bytes, messages: str) -> JsonObject:
     tools = document.get("tools")
     number = _length(tools)
     _check_number(number, MAX_TOOLS, "tools")
+    _check_number(_length(document.get("functions")), MAX_TOOLS, "functions")
     for tool in tools if isinstance(tools, list) else ():
         # A namespace has tools of its own.
         number += _length(tool.get("tools")) if isinstance(tool, dict) else 0

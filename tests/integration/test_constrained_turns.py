@@ -172,6 +172,27 @@ async def test_a_turn_that_its_engine_aborts_starts_over(model_dir: Path) -> Non
         assert report.masked == {"sampling": len(w.engines[0].outputs()[-1])}
 
 
+@EITHER
+async def test_legacy_functions_are_served_in_their_own_form(model_dir: Path, stream: bool) -> None:
+    said = call_text("bash", command="ls  é")
+    functions = {"functions": [{"name": "bash", "parameters": ARGUMENTS}]}
+    async with world(model_dir, Lines("I look.\n" + said, said, "done")) as w:
+        client = await w.client(CHAT, stream=stream)
+        ends = []
+        for fields in ({}, {"function_call": {"name": "bash"}}, {}):
+            history = client.history or CHAT.user("go")
+            body = client.body(**functions, **fields) | {"messages": [{"role": "system", "content": "s"}, *history]}
+            reply = await client.send(body)
+            ends.append((reply.end, reply.kept.get("function_call"), reply.calls))
+            client.history = [*history, reply.kept, {"role": "function", "name": "bash", "content": "out"}]
+        served = {"name": "bash", "arguments": '{"command": "ls  \\u00e9"}'}
+        assert ends == [("function_call", served, ()), ("function_call", served, ()), ("stop", None, ())]
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.rerendered, len(report.lineages), report.failures) == (3, 0, 1, ())
+        assert report.masked == {"sampling": len(w.engines[0].outputs()[1])}
+
+
 # Bad input, and engines without a grammar.
 
 

@@ -84,6 +84,9 @@ def fold_chat(stream: bytes) -> dict[str, Any]:
             for field in ("content", "reasoning_content"):
                 if delta.get(field) is not None:
                     message[field] = (message.get(field) or "") + delta[field]
+            if "function_call" in delta:
+                assert "function_call" not in message
+                message["function_call"] = delta["function_call"]
             for call in delta.get("tool_calls", ()):
                 calls = message.setdefault("tool_calls", [])
                 assert call.pop("index") == len(calls)

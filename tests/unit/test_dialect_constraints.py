@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from headrace.serve.capture.matching import options_digest
-from headrace.serve.conversation import Constraint, ConstraintKind, Role, TurnRequest, say
+from headrace.serve.conversation import (
+    Constraint,
+    ConstraintKind,
+    Message,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    TurnAnswer,
+    TurnEnd,
+    TurnRequest,
+    say,
+)
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import BadRequest
+from support.wires import read_events
 
 if TYPE_CHECKING:
     from headrace.serve.dialects.dialect import Dialect, WireRequest
@@ -205,3 +218,70 @@ def test_responses_repeat_that_a_call_is_forced() -> None:
     ]
     named = [b'"tool_choice":"required"', b'"tool_choice":"required"', b'"tool_choice":"auto"', b'"tool_choice":"none"']
     assert all(name in stream for name, stream in zip(named, answered, strict=True))
+
+
+LEGACY = {
+    "tools": None,
+    "functions": [{"name": "bash", "parameters": SCHEMA}, {"name": "look", "description": "d"}],
+}
+
+
+def test_legacy_functions_are_tools() -> None:
+    request = parse(CHAT, **LEGACY)
+    assert [(tool.name, tool.description) for tool in request.turn.tools] == [("bash", ""), ("look", "d")]
+    assert request.turn.tools[0] == parse(CHAT).turn.tools[0]
+    assert (request.legacy_calls, request.turn.constraint, request.turn.calls_allowed) == (True, None, True)
+    assert parse(CHAT, **LEGACY, function_call={"name": "look"}).turn.constraint == call("look", kind=NAMED)
+    assert not parse(CHAT, **LEGACY, function_call="none").turn.calls_allowed
+    both = parse(CHAT, functions=[{"name": "other"}], function_call={"name": "other"})
+    assert (both.legacy_calls, both.turn.constraint, len(both.turn.tools)) == (False, None, 2)
+
+
+def test_legacy_messages_are_calls_and_results() -> None:
+    arguments = '{"a": 1}'
+    history = [
+        *USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "bash", "arguments": arguments}},
+        {"role": "function", "name": "bash", "content": "out"},
+    ]
+    asked, called, result = parse(CHAT, **LEGACY, messages=history).turn.messages
+    assert asked == say(Role.USER, "go")
+    assert called == Message(Role.ASSISTANT, (ToolCall("", "bash", arguments),))
+    assert result == Message(Role.TOOL, (ToolResult("", "out"),))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"function_call": {"name": "rm"}}, "function_call"),
+        ({"function_call": {}}, "function_call"),
+        ({"function_call": "always"}, "function_call"),
+        ({"functions": {"name": "bash"}}, "functions"),
+        ({"functions": [{"parameters": {}}]}, "functions[0].name"),
+        ({"functions": [{"name": "f"}] * 1025}, "functions"),
+        ({"messages": [{"role": "assistant", "function_call": "f"}, *USER]}, "messages[0].function_call"),
+    ],
+)
+def test_wrong_legacy_functions_are_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        parse(CHAT, **LEGACY | fields)
+    assert refused.value.field == field
+
+
+def test_legacy_answers_hold_the_first_call() -> None:
+    calls = tuple(ToolCall(f"c{number}", "bash", f'{{"a": {number}}}') for number in range(2))
+    turn = TurnAnswer(turn_id="t1", blocks=(Text("So."), *calls), end=TurnEnd.CALLS)
+    request = parse(CHAT, **LEGACY)
+    [choice] = cast("list[dict[str, Any]]", CHAT.answer(request, turn, created_s=1)["choices"])
+    message = {
+        "role": "assistant",
+        "content": "So.",
+        "refusal": None,
+        "function_call": {"name": "bash", "arguments": '{"a": 0}'},
+    }
+    assert (choice["message"], choice["finish_reason"]) == (message, "function_call")
+    chunks = [data["choices"][0] for _, data in read_events(CHAT.stream(request, turn, created_s=1))[:-1]]
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert [delta["function_call"] for delta in deltas if "function_call" in delta] == [message["function_call"]]
+    assert not any("tool_calls" in delta for delta in deltas)
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["function_call"]
