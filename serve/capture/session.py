@@ -168,6 +168,8 @@ class Session:
         self.opened_at = opened_at
         self.trie = Trie(keeps_answers=keeps_answers)
         self.turns = 0
+        self.begun_turns = 0
+        """Recorded turns, those that were cut off included: an agent that leaves its turns for ever must end too."""
         self.exhausted = Exhausted.NONE
         self.failures: list[str] = []
         self.drift: Counter[str] = Counter()
@@ -184,7 +186,7 @@ class Session:
         """Return the budget that does not allow another turn while `running` turns are in progress; NONE if the turn
         may begin."""
         budgets = self.spec.budgets
-        if self.turns + running >= budgets.max_turns:
+        if self.begun_turns + running >= budgets.max_turns:
             return Exhausted.TURNS
         if budgets.max_sampled_tokens is not None and self.sampled_tokens >= budgets.max_sampled_tokens:
             return Exhausted.TOKENS
@@ -427,6 +429,7 @@ class Session:
                 self.trie.add(event)
                 self.sampled_tokens += len(event.ids) + event.dropped
                 self.lost_calls += event.lost_calls
+                self.begun_turns += 1
                 self.turns += not event.status.is_partial or (event.status is Status.CUT and self.spec.train_cut)
                 self.unhonoured[event.constraint] += not event.honoured
                 number = event.answer.turn_id.removeprefix(f"t{self._salt}")

@@ -9,6 +9,8 @@ Invariants:
   concurrently is bounded.
 - When a turn is interrupted (wall time, agent gone, session closed) after `held_after_s` without a sampled token, the
   delay is our fault: the session is marked, so that its outcome is infra, never an exhausted budget.
+- An agent that never lets a turn end gets the final answer at last: turns that were cut off count against
+  `budgets.max_turns`, and refused and abandoned requests have a bound that is `FRUITLESS_PER_TURN` times as high.
 - Closing a session cancels its running turns and aborts them on their engines before the report is made.
 """
 
@@ -70,6 +72,9 @@ MAX_KEYS = 1024
 MAX_FAILURES = 100
 """Failures recorded per session. A single failure decides the outcome; an agent that retries a dead engine forever must
 not fill the disk."""
+FRUITLESS_PER_TURN = 4
+"""Refused and abandoned requests that a session may have for each turn of its budget. Agents that compact their history
+or correct a request need a few; each of them may cost a render or a prefill."""
 MAX_VERSIONS = 64
 MAX_REASON_CHARACTERS = 500
 """Longest reason of a grammar that an agent is told; it may repeat the agent's schema."""
@@ -101,6 +106,8 @@ class LiveSession:
     running: SingleFlight[TurnAnswer]
     usage: UsageClock
     closed: bool = False
+    fruitless: int = 0
+    """Requests that were refused, or whose agent left, since this process serves the session."""
     unlogged: list[Event] = field(default_factory=list)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     delivering: Counter[str] = field(default_factory=Counter)
@@ -233,9 +240,13 @@ class Turns:
         """
         if live.closed:
             raise SessionUnknown("This session is closed.")
+        if live.fruitless >= FRUITLESS_PER_TURN * live.core.spec.budgets.max_turns:
+            live.exhaust(Exhausted.TURNS)
+            return live.core.final_answer()
         try:
             match = live.core.match(request, untrained=untrained)
         except ContextExceeded:
+            live.fruitless += 1
             live.exhaust(Exhausted.CONTEXT)
             raise
         for event in live.core.accepted(match):
@@ -257,7 +268,11 @@ class Turns:
                 raise TooManyRequests(f"This session already has {MAX_RUNNING_TURNS} running requests.")
         try:
             return await live.running(key, lambda: self._run(live, match, request, asked_s))
+        except (BadRequest, ContextExceeded):
+            live.fruitless += 1
+            raise
         except asyncio.CancelledError:
+            live.fruitless += 1
             # Cancelled through the single flight by `close`, not as the task of this request.
             task = asyncio.current_task()
             if live.closed and task is not None and not task.cancelling():
@@ -309,7 +324,12 @@ class Turns:
         if live.closed:
             # Closed while this call waited for an abandoned run of the same turn to end.
             raise SessionUnknown("This session is closed.")
-        turn_id, core = live.core.next_turn_id(), live.core
+        core = live.core
+        if (budget := core.spent(self._clock(), running=len(live.running) - 1)) is not Exhausted.NONE:
+            # Spent by that run: otherwise an agent that leaves and asks again at once would go on for ever.
+            live.exhaust(budget)
+            return core.final_answer()
+        turn_id = core.next_turn_id()
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
             began_s = self._clock()
             try:

@@ -561,6 +561,15 @@ def test_tokens_of_an_aborted_turn_are_recorded_but_not_trained() -> None:
     assert (report.masked, report.turns, len(report.lineages)) == ({"aborted": 2}, 1, 1)
 
 
+@pytest.mark.parametrize("by_clock", [True, False])
+def test_turns_that_were_cut_off_use_up_the_turn_budget_without_being_turns(by_clock: bool) -> None:
+    played = Rig(session(max_turns=2))
+    played.cut(asks(user("a")), [*b"xy"], by_clock=by_clock)
+    assert (played.core.spent(0.0), played.core.turns) == (Exhausted.NONE, 0)
+    played.cut(asks(user("a")), [*b"z"], by_clock=by_clock)
+    assert (played.core.spent(0.0), played.core.turns) == (Exhausted.TURNS, 0)
+
+
 @pytest.mark.parametrize(
     ("train", "by_clock", "masked", "turns"),
     [(True, True, {}, 2), (True, False, {"aborted": 2}, 1), (False, True, {"aborted": 2}, 1)],
