@@ -191,6 +191,20 @@ async def test_legacy_functions_are_served_in_their_own_form(model_dir: Path, st
         check_exact(report, w.engines)
         assert (report.turns, report.rerendered, len(report.lineages), report.failures) == (3, 0, 1, ())
         assert report.masked == {"sampling": len(w.engines[0].outputs()[1])}
+        assert report.drift == {"calls": 2}, "its form has no ids"
+
+
+async def test_a_legacy_answer_has_the_first_of_several_calls(model_dir: Path) -> None:
+    both = call_text("bash", command="ls") + "\n" + call_text("bash", command="pwd")
+    async with world(model_dir, Lines(both, "done")) as w:
+        client = await w.client(CHAT)
+        functions = {"functions": [{"name": "bash", "parameters": ARGUMENTS}]}
+        reply = await client.say("go", **functions)
+        assert json.loads(reply.kept["function_call"]["arguments"]) == {"command": "ls"}
+        await client.ask({"role": "function", "name": "bash", "content": "out"}, **functions)
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.masked, len(report.lineages), report.rerendered) == ({}, 2, 1)
 
 
 # Bad input, and engines without a grammar.

@@ -42,7 +42,7 @@ VALUES: list[dict[str, Any]] = [
     {"type": "array", "items": {"enum": [1, "two"]}, "maxItems": 2},
     {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
 ]
-MOST = 400
+MOST = 4000
 
 
 @st.composite
