@@ -18,12 +18,13 @@ import pytest
 import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
+from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, Grammar, GrammarKind, PauseMode, RequestId
 from headrace.policies.errors import (
     EngineRefused,
     EngineStartFailed,
     EngineTimeout,
     EngineUnavailable,
+    GrammarMissing,
     NoSession,
     RequestInvalid,
 )
@@ -295,6 +296,15 @@ async def test_a_stop_string_is_kept_in_the_ids_but_not_in_the_text(wire: Wire) 
     kept = await wire.generate([first], **params, stop=[stop], no_stop_trim=True)
     assert kept["output_ids"] == reply["output_ids"]
     assert kept["text"].endswith(stop)
+
+
+async def test_an_engine_without_a_grammar_says_so(wire: Wire) -> None:
+    if not wire.genuine:
+        pytest.skip("the embedded engine has a grammar here")
+    ask = GenerateRequest(request_id=RequestId("form"), input_ids=PROMPT, max_new_tokens=8)
+    for kind in GrammarKind:
+        with pytest.raises(GrammarMissing):
+            await client(wire).generate(replace(ask, grammar=Grammar(kind=kind, text="{}")))
 
 
 async def test_a_seeded_request_gives_the_same_tokens_in_a_batch(embedded: Wire) -> None:

@@ -34,8 +34,9 @@ def engine_process(
     dtype: str = "float32",
     key_file: Path | None = None,
     report_times: bool = True,
+    arguments: tuple[str, ...] = (),
 ) -> ServerProcess:
-    """Not started yet. Skips the test where SGLang is not installed."""
+    """Not started yet. Skips the test where SGLang is not installed, which gets the `arguments`."""
     if kind == "cpu":
         # Tests write the weights that they load beside the engine's folder.
         weights = (directory.parent,)
@@ -54,6 +55,6 @@ def engine_process(
     given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
     return SGLangProcess(
         SGLangServerConfig.model_validate(
-            given | {"max_context": CONTEXT, "key_file": key_file, "report_times": report_times}
+            given | {"max_context": CONTEXT, "key_file": key_file, "report_times": report_times, "arguments": arguments}
         )
     )
