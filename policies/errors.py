@@ -102,7 +102,9 @@ class GrammarRefused(EngineRefused):
     @property
     def reason(self) -> str:
         """Why, in the grammar's own words and without the engine's name."""
-        return self.message.partition(" grammar: ")[2] or "it takes too long to compile"
+        stated = self.message.partition(" grammar: ")[2] or "it takes too long to compile"
+        # XGrammar begins with the time and the place in its source.
+        return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", stated).strip()
 
 
 class GrammarMissing(EngineRefused):

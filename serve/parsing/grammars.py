@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -22,6 +22,11 @@ from headrace.serve.parsing.scanner import END_THINK, THINK
 if TYPE_CHECKING:
     from headrace.serve.conversation import Constraint, ToolSpec, TurnRequest
     from headrace.serve.parsing.base import CallSyntax
+
+
+MAX_BLANKS: Final = 16
+"""Blanks in a row between the parts of JSON: enough to indent it, and a weak policy cannot go on in them. Older
+releases of XGrammar have no limit."""
 
 
 class Reasons(Enum):
@@ -49,7 +54,7 @@ def grammar_of(
         schema = constraint.schema or '{"type":"object"}'
         if not forms and reasons is Reasons.NEVER:
             return Grammar(kind=GrammarKind.JSON_SCHEMA, text=schema)
-        forms.append({"type": "json_schema", "json_schema": orjson.loads(schema)})
+        forms.append({"type": "json_schema", "json_schema": orjson.loads(schema), "max_whitespace_cnt": MAX_BLANKS})
     form = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
     # The blank line is that of Qwen's templates.
     reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{END_THINK}\n\n"}
@@ -65,7 +70,10 @@ def grammar_of(
 
 def _calls(tools: list[ToolSpec], syntax: CallSyntax, *, single: bool) -> dict[str, Any]:
     """Return the structural tag of one call, or of one or more."""
-    style = {} if syntax.style == "json" else {"style": syntax.style}
+    # Between elements of XML, more blanks than the line break of its usual form would become part of a string.
+    style: dict[str, Any] = {"max_whitespace_cnt": MAX_BLANKS}
+    if syntax.style != "json":
+        style = {"style": syntax.style, "max_whitespace_cnt": 1}
     tags = [
         {
             "type": "tag",

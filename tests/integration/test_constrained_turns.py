@@ -132,7 +132,7 @@ async def test_json_answers_reach_the_engine_as_a_schema(tmp_path: Path, wire: W
         # With tools, the policy may call one instead.
         await client.say("go on", **schema(wire, ANSWER), **tools(wire, "bash"))
         [calls, answer] = json.loads(asked(w)["structural_tag"])["format"]["elements"]
-        assert (calls["type"], answer) == ("tags_with_separator", {"type": "json_schema", "json_schema": ANSWER})
+        assert (calls["type"], answer["type"], answer["json_schema"]) == ("tags_with_separator", "json_schema", ANSWER)
         [turn, other] = await tree_of(w)
         assert (turn["constraint"], turn["honoured"], turn["masked"]) == ("json_schema", True, "side")
         assert (other["constraint"], other["honoured"], other["masked"]) == ("json_schema", True, "sampling")

@@ -104,6 +104,23 @@ def test_the_cache_namespace_is_sent_only_if_set() -> None:
     assert generate_body(replace(request, cache_namespace="1.3"))["extra_key"] == "1.3"
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            'Failed to compile json grammar: [11:20:18] /cpp/converter.cc:4175: Unsupported type "x"\n',
+            'Unsupported type "x"',
+        ),
+        ("Failed to compile structural_tag grammar: Invalid type: nope", "Invalid type: nope"),
+        ("Grammar preprocessing timed out: req.grammar_key=('json', '{}')", "it takes too long to compile"),
+    ],
+)
+def test_a_refused_grammar_gives_its_reason_without_places(text: str, reason: str) -> None:
+    error = refusal(400, "/generate", text, "one")
+    assert isinstance(error, errors.GrammarRefused)
+    assert error.reason == reason
+
+
 def test_a_grammar_is_sent_as_the_sampling_parameter_of_its_kind() -> None:
     request = GenerateRequest(request_id=RequestId("r"), input_ids=(1,), max_new_tokens=1)
     plain = generate_body(request)["sampling_params"]
