@@ -261,6 +261,18 @@ async def test_a_constraint_without_a_grammar_is_refused_or_served_freely(
         assert (report.turns, report.masked) == (3, {}), "they are samples of the policy"
 
 
+async def test_the_admin_routes_take_the_option_and_give_the_count(model_dir: Path) -> None:
+    async with world(model_dir, Lines(Fault.NO_GRAMMAR)) as w:
+        status, opened = await w.post("/sessions", {"session_id": "one", "serve_unhonoured": True})
+        assert status == 200
+        client = Client(w.http, opened["base_url"], CHAT)
+        await client.say("go", response_format={"type": "json_object"})
+        status, report = await w.post("/sessions/one/finish", {"tree": True})
+        assert (status, report["unhonoured"], report["masked"]["sampling"]) == (200, {"json_object": 1}, 0)
+        [turn] = report["tree"]
+        assert (turn["constraint"], turn["honoured"], turn["masked"]) == ("json_object", False, None)
+
+
 async def test_a_restarted_gateway_knows_what_was_constrained(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, Lines(call_text("bash", command="ls")), session_log_dir=tmp_path) as w:
         client = await w.client(CHAT, tools=("bash",), spec={"serve_unhonoured": True})
