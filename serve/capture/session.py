@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
@@ -268,7 +269,7 @@ class Session:
             tools=request.tools,
             ending=ending or (Ending.TURN if match.opened is None else Ending.OPEN),
             max_tokens=most * RENDERED_TOKENS_FACTOR,
-            refusal=_too_long(request, request.characters, most),
+            refusal=partial(_too_long, len(request.messages), most),
             after=None if match.parent is None else (match.parent.last_id, match.parent.calls),
             inserts=match.resumes,
         )
@@ -453,12 +454,12 @@ class Session:
         # Rendering takes seconds for megabytes that cannot fit anyway, in which no other session would be served.
         limit, characters = self.spec.budgets.max_context_tokens, request.characters
         if len(request.messages) > limit or characters > limit * MAX_TOKEN_CHARACTERS:
-            raise _too_long(request, characters, limit)
+            raise _too_long(len(request.messages), limit, characters)
 
 
-def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceeded:
+def _too_long(messages: int, most: int, characters: int) -> ContextExceeded:
     return ContextExceeded(
-        f"This model's maximum context length is {most} tokens. However, your {len(request.messages)} messages "
+        f"This model's maximum context length is {most} tokens. However, your {messages} messages "
         f"have {characters} characters. Please reduce the length of the messages.",
         "messages",
         limit=most,

@@ -151,20 +151,20 @@ class AgentRoutes:
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         asked = await self._parsed(request, live, _ANTHROPIC.parse_count)
-        return json_response(_ANTHROPIC.count(await self._turns.count_tokens(live, asked.turn)))
+        return json_response(_ANTHROPIC.count(await self._turns.prompts.count_tokens(live, asked.turn)))
 
     async def _input_tokens(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         asked = await self._parsed(request, live, _RESPONSES.parse)
-        return json_response(_RESPONSES.count(await self._turns.count_tokens(live, asked.turn)))
+        return json_response(_RESPONSES.count(await self._turns.prompts.count_tokens(live, asked.turn)))
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         asked = await self._parsed(request, live, _CHAT.parse_tokenize)
         if asked.turn is None:
-            ids = await self._turns.tokenize_text(live, asked.prompt)
+            ids = await self._turns.prompts.tokenize_text(live, asked.prompt)
         else:
-            ids = await self._turns.tokenize(live, asked.turn, opens_turn=asked.opens_turn)
+            ids = await self._turns.prompts.tokenize(live, asked.turn, opens_turn=asked.opens_turn)
         return json_response(_CHAT.tokenized(ids, live.core.spec.budgets.max_context_tokens))
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -213,7 +213,7 @@ class AgentRoutes:
 
         async def parsed(body: bytes) -> Parsed:
             work = ParseWork(parse, body, dict(request.headers), brackets_of(body))
-            found: Parsed = await self._turns.apart(live, work) if work.is_large else work()
+            found: Parsed = await self._turns.prompts.apart(live, work) if work.is_large else work()
             return found
 
         return await self._bodies.parsed(request, live.core.spec.session_id, parsed)

@@ -30,24 +30,23 @@ from headrace.policies.engine import (
     GenerateRequest,
     RequestId,
 )
-from headrace.policies.errors import GrammarMissing, GrammarRefused, TemplateRefused
-from headrace.policies.tokens.chat_template import Ending
+from headrace.policies.errors import GrammarMissing, GrammarRefused
 from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Replayed, Spent
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.session import begins_in_reasoning
 from headrace.serve.capture.trie import Match, path
-from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, Role, TurnRequest, say
+from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, TurnRequest
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown, TooManyRequests
 from headrace.serve.gateway.engines import EnginePool, join_pieces
+from headrace.serve.gateway.prompts import Prompts
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
 from headrace.serve.observing.tracing import context_from
 from headrace.serve.parsing.grammars import Reasons, grammar_of
 from headrace.serve.parsing.parser_choice import ParserAlarm
 from headrace.serve.parsing.scanner import THINK
-from headrace.serve.rendering.work import RendererCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,14 +55,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.buffer.primitives.single_flight import SingleFlight
-    from headrace.buffer.token_kinds import KindRuns
     from headrace.serve.capture.session import Session, TurnPlan
     from headrace.serve.capture.session_log import SessionLog
     from headrace.serve.capture.session_usage import UsageClock
     from headrace.serve.conversation import TurnAnswer
     from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.rendering.render import Renderer, TokenIds
-    from headrace.serve.rendering.work import Renders, Work
+    from headrace.serve.rendering.render import Renderer
+    from headrace.serve.rendering.work import Renders
 
 T = TypeVar("T")
 
@@ -78,9 +76,6 @@ or correct a request need a few; each of them may cost a render or a prefill."""
 MAX_VERSIONS = 64
 MAX_REASON_CHARACTERS = 500
 """Longest reason of a grammar that an agent is told; it may repeat the agent's schema."""
-LONG_TEXT_CHARACTERS = 16_384
-"""New text longer than this, and descriptions of tools, are rendered apart from the event loop: rendering them takes
-milliseconds, which would block all sessions."""
 
 
 class TurnKey(NamedTuple):
@@ -217,7 +212,7 @@ class Turns:
         self._tracer = tracer
         self._held_after_s = held_after_s
         self._incarnation = incarnation
-        self._renders = renders
+        self.prompts = Prompts(renderer, renders)
 
     def now(self) -> float:
         """Return the time on this gateway's clock."""
@@ -293,25 +288,6 @@ class Turns:
         )
         return AnswerWithTokens.of(answer, tokens)
 
-    async def count_tokens(self, live: LiveSession, request: TurnRequest) -> int:
-        """Return the length of a request's prompt, in tokens. Raises BadRequest, SessionUnknown."""
-        match = live.core.match(request)
-        match, delta = await self._render(live, match, request)
-        return len(live.core.trie.prompt_ids(match, delta))
-
-    async def tokenize(self, live: LiveSession, request: TurnRequest, *, opens_turn: bool = True) -> TokenIds:
-        """Return the ids of a request's prompt, rendered afresh; without `opens_turn`, they end with its last message.
-        Raises ContextExceeded, BadRequest."""
-        ending = None if opens_turn else Ending.CLOSED
-        _, ids = await self._render(live, live.core.fresh(request), request, ending)
-        return ids
-
-    async def tokenize_text(self, live: LiveSession, text: str) -> TokenIds:
-        """Return the ids of a text as it would be inserted into a message. Raises ContextExceeded, BadRequest."""
-        request = TurnRequest(messages=(say(Role.ASSISTANT, text),), continues=True)
-        _, ids = await self._render(live, replace(live.core.fresh(request), resumes=True), request)
-        return ids
-
     def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
         """Record that the last byte of the answer has been sent."""
         # The final answer belongs to no turn: an agent may request it for ever.
@@ -333,8 +309,8 @@ class Turns:
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
             began_s = self._clock()
             try:
-                match, delta = await self._render(live, match, request)
-                plan = core.plan(match, request, delta, await self._kinds(live, match, request, delta))
+                match, delta = await self.prompts.render(live, match, request)
+                plan = core.plan(match, request, delta, await self.prompts.kinds(live, match, request, delta))
                 rendered_s = self._clock()
                 live.usage.add(RENDER, asked_s, rendered_s)
                 plan, completion = await self._sample_as_asked(live, turn_id, plan)
@@ -365,48 +341,6 @@ class Turns:
                     }
                 )
             return event.answer
-
-    async def _render(
-        self, live: LiveSession, match: Match, request: TurnRequest, ending: Ending | None = None
-    ) -> tuple[Match, TokenIds]:
-        """Return the request's new ids. A history that the template cannot continue is rendered again, as a separate
-        row."""
-        if match.parent is not None and match.prompt is None:
-            # An insertion into a recorded turn needs no template.
-            if self._renderer.bridges or match.resumes:
-                with suppress(TemplateRefused):
-                    return match, await self._delta(live, match, request, ending)
-            match = live.core.trie.as_root(match, request)
-        try:
-            return match, await self._delta(live, match, request, ending)
-        except TemplateRefused as error:
-            if request.continues:
-                name = "continue_final_message"
-                raise BadRequest(f"{name}: the last message cannot be left open: {error}", name) from None
-            raise BadRequest(f"These messages cannot be rendered: {error}", "messages") from None
-
-    async def _delta(self, live: LiveSession, match: Match, request: TurnRequest, ending: Ending | None) -> TokenIds:
-        if match.prompt is not None:
-            return match.prompt.ids
-        work = live.core.render_work(match, request, ending)
-        shows_tools = match.parent is None and bool(request.tools)
-        if shows_tools or work.characters > LONG_TEXT_CHARACTERS:
-            return await self.apart(live, work)
-        return work(self._renderer)
-
-    async def _kinds(self, live: LiveSession, match: Match, request: TurnRequest, delta: TokenIds) -> KindRuns | None:
-        """Return the kinds of a request's new ids, if they are asked for. They need a second render, so the event loop
-        never computes them."""
-        kinds = live.core.kinds(match, request, delta, self._renderer)
-        if not isinstance(kinds, RendererCall):
-            return kinds
-        found: KindRuns | None = await self.apart(live, kinds)
-        return found
-
-    async def apart(self, live: LiveSession, work: Work[T]) -> T:
-        """Return the result of a work for a session, done apart from the event loop: one at a time."""
-        async with live.rendering:
-            return await self._renders.run(live.core.spec.session_id, work)
 
     async def _sample_as_asked(
         self, live: LiveSession, turn_id: str, plan: TurnPlan
@@ -500,5 +434,5 @@ class Turns:
         with suppress(LogBroken):
             live.flush()
         self._pool.router.forget(live.core.spec.session_id)
-        self._renders.forget(live.core.spec.session_id)
+        self.prompts.forget(live)
         return replace(report_of(live.core), usage=live.usage.usage(self._clock()))

@@ -40,14 +40,14 @@ class Renders(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderWork:
     """Rendering of messages: a whole conversation with its tools; what follows a sampled turn, whose last id and calls
-    are `after`; or with `inserts` the text of the last message, inserted into a sampled turn. `refusal` is raised if
-    the texts alone have `max_tokens` or more."""
+    are `after`; or with `inserts` the text of the last message, inserted into a sampled turn. If the texts
+    alone have `max_tokens` or more, what `refusal` makes of their characters is raised."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec]
     ending: Ending
     max_tokens: int
-    refusal: WireError
+    refusal: Callable[[int], WireError]
     after: tuple[int, Sequence[ToolCall]] | None = None
     inserts: bool = False
 
@@ -69,7 +69,7 @@ class RenderWork:
             of_messages = (text for message in self.messages for text in message.rendered_texts)
             of_tools = (text for tool in self._shown_tools for text in (tool.name, tool.description, tool.schema))
             if renderer.count_tokens(chain(of_messages, of_tools), stop_at=self.max_tokens) >= self.max_tokens:
-                raise self.refusal
+                raise self.refusal(self.characters)
         if self.inserts:
             return renderer.insert(self.messages[-1].text)
         if self.after is None:

@@ -37,10 +37,13 @@ async def processes(model_dir: Path, *, number: int = 2, cpu_s: float = 60.0) ->
         await pool.aclose()
 
 
+def refuse(characters: int) -> ContextExceeded:
+    return ContextExceeded(f"{characters} are too long", "messages", limit=7)
+
+
 def render(text: str, *, max_tokens: int = 10**9) -> RenderWork:
-    refusal = ContextExceeded("too long", "messages", limit=7)
     return RenderWork(
-        messages=(say(Role.USER, text),), tools=(), ending=Ending.TURN, max_tokens=max_tokens, refusal=refusal
+        messages=(say(Role.USER, text),), tools=(), ending=Ending.TURN, max_tokens=max_tokens, refusal=refuse
     )
 
 
@@ -72,7 +75,7 @@ async def test_results_and_errors_are_those_of_the_renderer(model_dir: Path) -> 
                     tools=(),
                     ending=Ending.OPEN,
                     max_tokens=9**9,
-                    refusal=ContextExceeded("x"),
+                    refusal=refuse,
                 ),
             )
 
