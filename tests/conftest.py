@@ -136,6 +136,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "training.save_every=1",
         "learner.keep_checkpoints=99",
         "evaluation.sampling.temperature=0",
+        "gateway.processes=2",
     )
     options = [argument for setting in settings for argument in ("--set", setting)]
     outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))

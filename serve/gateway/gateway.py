@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections import Counter
@@ -149,6 +150,8 @@ class Gateway:
         ParserUnknown.
         """
         return_large_blocks()
+        # Texts are tokenized one at a time: a pool of threads would only add the way there and back.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         renderer = self._renderer
         if renderer is None:
             if self._config.tokenizer_dir is None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
 
 from headrace.actors.engine_group.gate import call_gateway
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.runtime.runtime import RayRuntime
+from headrace.serve.capture.session import SessionId, SessionSpec
+from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.prompts import LONG_TEXT_CHARACTERS
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    import pytest
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 FIRST, LAST = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -41,6 +46,29 @@ async def test_the_gateways_port_is_never_assigned_to_an_outgoing_connection(tmp
     port = urlsplit(address.url).port
     assert port is not None
     assert not FIRST <= port <= LAST
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_gateway_in_an_actor_renders_apart(tmp_path: Path) -> None:
+    """Long texts are rendered by processes that the actor starts."""
+    runtime = RayRuntime(f"renders-{os.getpid()}-")
+    async with AsyncExitStack() as stack:
+        actor = await runtime.spawn(
+            GatewayActor,
+            GatewayConfig(tokenizer_dir=TOKENIZER),
+            name="gateway",
+            address_file=tmp_path / "gateway.json",
+            observing=ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=tmp_path),
+        )
+        stack.push_async_callback(runtime.stop, actor)
+        address = await actor.address()
+        client = await stack.enter_async_context(GatewayClient(address.url, address.admin_token))
+        [session] = await client.open([SessionSpec(session_id=SessionId("s"))])
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        body = {"messages": [{"role": "user", "content": "long " * LONG_TEXT_CHARACTERS}]}
+        async with http.post(f"{session.base_url}/v1/tokenize", json=body) as response:
+            found = await response.json()
+        assert (response.status, found["count"] > LONG_TEXT_CHARACTERS) == (200, True)
 
 
 async def test_the_engines_keep_running_when_the_gateway_does_not_start(caplog: pytest.LogCaptureFixture) -> None:

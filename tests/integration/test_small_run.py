@@ -142,7 +142,7 @@ def test_the_parts_of_every_attempt_add_up_and_little_is_unexplained(finished_ru
 
 
 def test_each_actor_has_a_log_from_its_start_to_its_end(finished_run: RunDirectory) -> None:
-    actors = "dispatcher engines evaluator gateway learner replay sandbox-pool service worker-0"
+    actors = "dispatcher engines evaluator gateway gateway.1 learner replay sandbox-pool service worker-0"
     assert " ".join(logs_in(finished_run.logs)) == actors
     page = read_logs(finished_run.logs, None, after="", limit_bytes=1 << 30)
     events = [json.loads(line) for line in page.lines]
@@ -151,6 +151,11 @@ def test_each_actor_has_a_log_from_its_start_to_its_end(finished_run: RunDirecto
         its = [event["message"] for event in events if event["actor"] == actor]
         assert its[0].endswith(" starts")
         assert its[-1].endswith(" is closed")
+
+
+def test_the_sessions_of_a_run_are_spread_over_its_gateways(finished_run: RunDirectory) -> None:
+    sessions = [len(list((finished_run.path / name).iterdir())) for name in ("sessions", "sessions.1")]
+    assert min(sessions) > 0.2 * sum(sessions)
 
 
 def test_the_summary_agrees_with_the_ledger(finished_run: RunDirectory) -> None:

@@ -21,6 +21,7 @@ from benches.gateway.hostile import measure_hostile
 from benches.gateway.load import Bench
 from benches.gateway.model import write_model
 from benches.gateway.process import raise_open_files
+from benches.gateway.several import measure_several
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Answer, Texts, answers, outputs, request_head
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
@@ -138,7 +139,10 @@ class GatewayFigures:
     agents take their first turn at once, and `loop_block_long_max_ms` while 8 agents send prompts of 128,000 tokens at
     once; `collection_max_ms`: the longest garbage collection in the meantime, in any
     thread, in wall time; `burst_s`: the time until all have their answers. `memory_mb_2000_sessions`: resident memory
-    when all have grown to `tokens_2000_sessions` each."""
+    when all have grown to `tokens_2000_sessions` each.
+
+    `two_process_ratio`, `two_process_min_share`, `two_process_wall_ratio` and `generator_cpu_share` compare two gateway
+    processes behind one address with one (several.py)."""
 
     cpu_ms_per_turn: float
     cpu_ms_by_batch: tuple[float, ...]
@@ -164,6 +168,10 @@ class GatewayFigures:
     burst_s: float
     memory_mb_2000_sessions: float
     tokens_2000_sessions: float
+    two_process_ratio: float
+    two_process_min_share: float
+    two_process_wall_ratio: float
+    generator_cpu_share: float
     loop: str
     wall_s: float
 
@@ -182,6 +190,7 @@ async def measure() -> GatewayFigures:
             direct, relayed, through = await bench.latencies()
             burst = await bench.burst()
             long_ms = await bench.long_prompts()
+            several = await measure_several(bench, Path(folder), engine.url)
     ratios = [own / relay for own, relay in zip(turns.cpu_ms, turns.relay_cpu_ms, strict=True)]
     added_ms, relay_added_ms = through.p50_ms - direct.p50_ms, relayed.p50_ms - direct.p50_ms
     return GatewayFigures(
@@ -209,6 +218,10 @@ async def measure() -> GatewayFigures:
         burst_s=burst.burst_s,
         memory_mb_2000_sessions=burst.memory_mb,
         tokens_2000_sessions=burst.tokens,
+        two_process_ratio=several.ratio,
+        two_process_min_share=several.min_share,
+        two_process_wall_ratio=several.wall_ratio,
+        generator_cpu_share=several.generator_cpu_share,
         loop="asyncio",
         wall_s=time.perf_counter() - started,
     )

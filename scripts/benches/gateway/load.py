@@ -62,13 +62,13 @@ class MeasurementBroken(Exception):
 
 
 class MeasuredAgent:
-    """Conversation with the API at `url`. `prompt_tokens` and `sampled_tokens` are those of the last answer; `seed`
-    determines the texts of its tools."""
+    """Conversation with the API, whose requests go to `url`. `prompt_tokens` and `sampled_tokens` are those of the last
+    answer; `seed` determines the texts of its tools."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, head: Mapping[str, Any], task: str, *, seed: int) -> None:
         self.seed = seed
         self._http = http
-        self._url = f"{url}/v1/messages"
+        self.url = f"{url}/v1/messages"
         self._head = orjson.dumps({**head, "messages": []}).removesuffix(b"]}")
         self._messages = [orjson.dumps({"role": "user", "content": task})]
         self.prompt_tokens = 0
@@ -80,7 +80,7 @@ class MeasuredAgent:
         data = b"%b%b]}" % (self._head, b",".join(self._messages))
         headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
         started = time.perf_counter()
-        async with self._http.post(self._url, data=data, headers=headers) as response:
+        async with self._http.post(self.url, data=data, headers=headers) as response:
             body, status = await response.read(), response.status
         latency_s = time.perf_counter() - started
         if status != 200:
@@ -175,7 +175,7 @@ class Bench:
         self._engine.delay_s = 0.0
         async with self.gateway(spans_dir=spans_dir) as side, self._relay() as relay:
             gateway, client, http = side
-            await _finish(client, (await self._batch(side, AT_ONCE)).ids)
+            await finish(client, (await self._batch(side, AT_ONCE)).ids)
             await self._relayed(relay, http)
             before = await gateway.probe()
             batches, relayed = [], []
@@ -184,11 +184,11 @@ class Bench:
                 relayed.append(await self._relayed(relay, http))
             unfinished = [session_id for batch in batches for session_id in batch.ids]
             full = await gateway.probe()
-            await _finish(client, unfinished)
+            await finish(client, unfinished)
             finish_s = (await gateway.probe()).cpu_s - full.cpu_s
             direct = self._direct(http, AT_ONCE, request_head())
             started_s = time.process_time()
-            await _run(direct, [OUTPUT_CHARACTERS] * TURNS)
+            await run_agents(direct, [OUTPUT_CHARACTERS] * TURNS)
             direct_s = time.process_time() - started_s
         return TurnCost(
             cpu_ms=tuple(batch.cpu_ms for batch in batches),
@@ -209,10 +209,10 @@ class Bench:
         async with self.gateway(spans_dir=spans_dir) as traced, self.gateway() as untraced:
             sides = {True: traced, False: untraced}
             for side in sides.values():
-                await _finish(side[1], (await self._batch(side, agents)).ids)
+                await finish(side[1], (await self._batch(side, agents)).ids)
             for on in order:
                 batch = await self._batch(sides[on], agents)
-                await _finish(sides[on][1], batch.ids)
+                await finish(sides[on][1], batch.ids)
                 yield batch.cpu_ms, on
 
     async def _batch(self, side: _Side, agents: int) -> _Batch:
@@ -220,7 +220,7 @@ class Bench:
         gateway, client, http = side
         opened, ids = await self.open(http, client, agents, request_head())
         started = await gateway.probe()
-        await _run(opened, [OUTPUT_CHARACTERS] * TURNS)
+        await run_agents(opened, [OUTPUT_CHARACTERS] * TURNS)
         cpu_s = (await gateway.probe()).cpu_s - started.cpu_s
         return _Batch(
             cpu_ms=1000 * cpu_s / (agents * TURNS),
@@ -232,7 +232,7 @@ class Bench:
         """Run a batch of conversations through a relay; return its CPU milliseconds per turn."""
         agents = self._at_relay(relay, http, AT_ONCE, request_head())
         started_s = relay.cpu_s
-        await _run(agents, [OUTPUT_CHARACTERS] * TURNS)
+        await run_agents(agents, [OUTPUT_CHARACTERS] * TURNS)
         return 1000 * (relay.cpu_s - started_s) / (AT_ONCE * TURNS)
 
     def _relay(self) -> AbstractAsyncContextManager[RelayProcess]:
@@ -262,7 +262,7 @@ class Bench:
                     relayed += await _paced(self._at_relay(relay, http, SMALL_AGENTS, head), SMALL_TURNS)
                     agents, ids = await self.open(http, client, SMALL_AGENTS, head)
                     through += await _paced(agents, SMALL_TURNS)
-                    await _finish(client, ids)
+                    await finish(client, ids)
         return _latencies(direct), _latencies(relayed), _latencies(through)
 
     async def long_prompts(self) -> float:
@@ -270,10 +270,10 @@ class Bench:
         self._engine.delay_s = ENGINE_S
         async with self.gateway(watch=True) as (gateway, client, http):
             agents, _ = await self.open(http, client, LONG_AGENTS, request_head(), context_tokens=LONG_CONTEXT)
-            await _run(agents, [1])
+            await run_agents(agents, [1])
             await gateway.probe()
             # What the tool of the first turn printed makes the second one long.
-            await _run(agents, [LONG_CHARACTERS, 1])
+            await run_agents(agents, [LONG_CHARACTERS, 1])
             probe = await gateway.probe()
         if (least := min(agent.prompt_tokens for agent in agents)) < LONG_TOKENS:
             raise MeasurementBroken(f"a long prompt has {least} tokens only")
@@ -286,11 +286,11 @@ class Bench:
             agents, _ = await self.open(http, client, MANY, request_head())
             await gateway.probe()
             started = time.perf_counter()
-            await _run(agents, _MANY_OUTPUTS[:1])
+            await run_agents(agents, _MANY_OUTPUTS[:1])
             burst_s, burst = time.perf_counter() - started, await gateway.probe()
             self._engine.delay_s = 0.0
             for first in range(0, MANY, AT_ONCE):
-                await _run(agents[first : first + AT_ONCE], [*_MANY_OUTPUTS[1:], 1])
+                await run_agents(agents[first : first + AT_ONCE], [*_MANY_OUTPUTS[1:], 1])
             grown = await gateway.probe()
         return Burst(
             callback_ms=burst.callback_ms,
@@ -349,7 +349,7 @@ class Bench:
         return MeasuredAgent(http, url, head, Texts(self._agents).prose(TASK_CHARACTERS), seed=self._agents)
 
 
-async def _run(agents: Sequence[MeasuredAgent], printed: Sequence[int]) -> None:
+async def run_agents(agents: Sequence[MeasuredAgent], printed: Sequence[int]) -> None:
     """Run all agents concurrently at full speed. `printed`: characters of tool output, turn by turn."""
 
     async def run(agent: MeasuredAgent) -> None:
@@ -383,7 +383,7 @@ def _latencies(turns_s: Sequence[float]) -> Latencies:
     return Latencies(p50_ms=1000 * percentiles[49], p99_ms=1000 * percentiles[98])
 
 
-async def _finish(client: GatewayClient, ids: Sequence[SessionId]) -> None:
+async def finish(client: GatewayClient, ids: Sequence[SessionId]) -> None:
     for report in await client.finish(ids):
         if not isinstance(report, SessionReport) or report.trajectory is None or len(report.trajectory.rows) != 1:
             raise MeasurementBroken(f"a session did not end with one row: {report}")

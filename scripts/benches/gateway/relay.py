@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import sys
 from array import array
@@ -163,6 +164,8 @@ def main() -> None:
     parser.add_argument("--engine", required=True)
     options = parser.parse_args()
     raise_open_files()
+    # As in the gateway.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     uvloop.run(_serve(options.tokenizer, options.engine))
 
 
