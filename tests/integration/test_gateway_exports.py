@@ -67,7 +67,7 @@ async def test_a_finished_session_is_exported_in_every_form(model_dir: Path, tmp
         [detail] = (await get(w, "rollout-1", "rollout-details"))[1]
         assert detail["prompt_token_ids"] == prompts
         assert detail["completion_token_ids"] == outputs
-        assert detail["logprobs"] == [[-0.25] * len(output) for output in outputs]
+        assert detail["logprobs"] == [list(one.logprobs) for one in w.engines[0].sampled]
         _, atif = await get(w, "rollout-1", "atif")
         steps = atif["steps"]
         assert [step["source"] for step in steps] == ["system", "user", "agent", "agent", "agent", "user", "agent"]

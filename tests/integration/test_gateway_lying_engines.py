@@ -64,6 +64,16 @@ def _spans(*edges: tuple[int, int]) -> Callable[[dict[str, Any], dict[str, Any]]
     return _meta(weight_versions=[{"version": "1.4", "start": start, "end": end} for start, end in edges])
 
 
+def _first_logprob(text: str) -> Callable[[dict[str, Any], dict[str, Any]], bytes]:
+    """The first log-probability in another spelling, which may be none of JSON."""
+
+    def lie(document: dict[str, Any], meta: dict[str, Any]) -> bytes:
+        meta["output_token_logprobs"][0][0] = "the first"
+        return json.dumps(document).replace('"the first"', text).encode()
+
+    return lie
+
+
 LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "no JSON": lambda *_: b"<html>",
     "nothing": lambda *_: b"",
@@ -81,8 +91,8 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "no token and an end": _ids(lambda _: []),
     "a log-probability too few": lambda _, meta: meta["output_token_logprobs"].pop() and None,
     "no log-probabilities": _meta(output_token_logprobs=None),
-    "log-probabilities that are none": lambda document, _: json.dumps(document).replace("-0.25", "NaN", 1).encode(),
-    "log-probabilities that are null": lambda document, _: json.dumps(document).replace("-0.25", "null", 1).encode(),
+    "log-probabilities that are none": _first_logprob("NaN"),
+    "log-probabilities that are null": _first_logprob("null"),
     "log-probabilities without ids": lambda document, meta: meta.update(
         output_token_logprobs=[-0.25 for _ in document["output_ids"]]
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -37,13 +38,13 @@ async def processes(model_dir: Path, *, number: int = 2, cpu_s: float = 60.0) ->
         await pool.aclose()
 
 
-def refuse(characters: int) -> ContextExceeded:
-    return ContextExceeded(f"{characters} are too long", "messages", limit=7)
+REFUSE: Any = partial(ContextExceeded, field="messages", limit=7)
+"""In place of a function of this module, which a process would have to import."""
 
 
 def render(text: str, *, max_tokens: int = 10**9) -> RenderWork:
     return RenderWork(
-        messages=(say(Role.USER, text),), tools=(), ending=Ending.TURN, max_tokens=max_tokens, refusal=refuse
+        messages=(say(Role.USER, text),), tools=(), ending=Ending.TURN, max_tokens=max_tokens, refusal=REFUSE
     )
 
 
@@ -75,7 +76,7 @@ async def test_results_and_errors_are_those_of_the_renderer(model_dir: Path) -> 
                     tools=(),
                     ending=Ending.OPEN,
                     max_tokens=9**9,
-                    refusal=refuse,
+                    refusal=REFUSE,
                 ),
             )
 
