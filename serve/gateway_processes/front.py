@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from headrace.serve.gateway_processes.member import Member
 
-WAIT_S: Final = 60.0
+WAIT_S: Final = 120.0
+"""Longer than a process may take to end between two turns."""
 MAX_ADMIN_BYTES: Final = 16 * 2**20
 BODY_S: Final = 60.0
 _ASK_AGAIN_S: Final = 0.05
@@ -69,9 +70,9 @@ class Front:
 
     async def _alive(self, _request: web.Request) -> web.StreamResponse:
         serving = sum(member.serving.is_set() for member in self._members)
-        is_whole = serving == len(self._members)
-        document = {"status": "ok" if is_whole else "starting", "processes": len(self._members), "serving": serving}
-        return json_response(document, 200 if is_whole else 503)
+        # One that is being replaced is back within seconds, and requests wait for it.
+        document = {"status": "ok" if serving else "starting", "processes": len(self._members), "serving": serving}
+        return json_response(document, 200 if serving else 503)
 
     async def _of_token(self, request: web.Request) -> web.StreamResponse:
         place = place_of_token(token_of(request))
@@ -91,8 +92,9 @@ class Front:
         if document is None:
             return await self._asked(request, 0, body)
         if "sessions" not in document:
-            name = document.setdefault("session_id", f"session-{secrets.token_hex(8)}")
-            return await self._asked(request, self._place(str(name)), orjson.dumps(document))
+            if document.get("session_id") is None:
+                document["session_id"] = f"session-{secrets.token_hex(8)}"
+            return await self._asked(request, self._place(str(document["session_id"])), orjson.dumps(document))
         entries = document["sessions"]
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
             return await self._asked(request, 0, body)

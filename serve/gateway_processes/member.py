@@ -113,8 +113,9 @@ class Member:
             logger.error("gateway process %d is not replaced: %s", self.options.place, error)
         else:
             old, self._process = self._process, fresh
-            await self._end(old, timeout_s=DRAIN_S + STOP_S, drain=True)
+            # Requests that come through the front wait for the new process.
             self.serving.clear()
+            await self._end(old, timeout_s=DRAIN_S + STOP_S, drain=True)
             try:
                 await self._serve(fresh)
             except (OptionRefused, OSError, TimeoutError) as error:

@@ -119,9 +119,10 @@ async def test_sessions_are_opened_all_or_none_in_all_processes(model_dir: Path,
         assert (status, refused["error"]["code"]) == (409, "session_exists")
         await p.open(NAMES[0])
         assert (await p.admin("DELETE", f"/sessions/{NAMES[0]}"))[0] == 204
-        status, one = await p.admin("POST", "/sessions", {})
-        assert (status, one["session_id"].startswith("session-")) == (200, True)
-        assert (await p.admin("POST", f"/sessions/{one['session_id']}/finish", {}))[0] == 200
+        for unnamed in ({}, {"session_id": None}):
+            status, one = await p.admin("POST", "/sessions", unnamed)
+            assert (status, one["session_id"].startswith("session-")) == (200, True)
+            assert (await p.admin("POST", f"/sessions/{one['session_id']}/finish", {}))[0] == 200
         twice = {"sessions": [{"session_id": NAMES[0]}] * 2}
         for body in (twice, {"sessions": []}, {"sessions": 7}, {"sessions": ["x"]}, {"unknown": 1}, [1]):
             assert (await p.admin("POST", "/sessions", body))[0] == 400, body
