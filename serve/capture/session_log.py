@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -161,7 +162,7 @@ class SessionLog:
         return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=opened_at)
 
     def _path(self, session_id: SessionId, suffix: str = _OPEN) -> Path:
-        return self._folder / f"{hashlib.sha256(session_id.encode()).hexdigest()[:32]}{suffix}"
+        return self._folder / f"{_stem_of(session_id)}{suffix}"
 
     def _write(self, session_id: SessionId, document: dict[str, Any], flags: int) -> None:
         data = orjson.dumps(document) + b"\n"
@@ -176,6 +177,11 @@ class SessionLog:
                 os.close(descriptor)
         except OSError as error:
             raise LogBroken(f"the session log cannot be written: {error}") from error
+
+
+@lru_cache(maxsize=4096)
+def _stem_of(session_id: SessionId) -> str:
+    return hashlib.sha256(session_id.encode()).hexdigest()[:32]
 
 
 def _document(event: Event) -> dict[str, Any]:
