@@ -38,7 +38,14 @@ from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.session import begins_in_reasoning
 from headrace.serve.capture.trie import Match, path
 from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, TurnRequest
-from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown, TooManyRequests
+from headrace.serve.errors import (
+    BadRequest,
+    ContextExceeded,
+    InfraError,
+    LogBroken,
+    SessionUnknown,
+    TooManyRequests,
+)
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.prompts import Prompts
 from headrace.serve.gateway.routing import Lineage
@@ -67,6 +74,7 @@ T = TypeVar("T")
 
 MAX_RUNNING_TURNS = 64
 MAX_KEYS = 1024
+MAX_FAILED_REQUESTS = 64
 MAX_FAILURES = 100
 """Failures recorded per session. A single failure decides the outcome; an agent that retries a dead engine forever must
 not fill the disk."""
@@ -107,6 +115,7 @@ class LiveSession:
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     delivering: Counter[str] = field(default_factory=Counter)
     """Ids of the turns whose answers are being sent."""
+    failed: FailedRequests = field(default_factory=lambda: FailedRequests())
     keys: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_KEYS))
     """Idempotency keys of earlier requests."""
     context: Context = field(init=False)
@@ -168,6 +177,26 @@ class Retry:
 
 
 FIRST = Retry()
+
+
+class FailedRequests:
+    """The latest requests that ended in an error, for which a retry may come."""
+
+    def __init__(self) -> None:
+        self._number: Counter[TurnKey] = Counter()
+
+    def add(self, key: TurnKey) -> None:
+        self._number[key] = self._number.pop(key, 0) + 1
+        if len(self._number) > MAX_FAILED_REQUESTS:
+            del self._number[next(iter(self._number))]
+
+    def take(self, key: TurnKey) -> bool:
+        """Return whether such a request has failed, and forget one that has."""
+        if not self._number[key]:
+            del self._number[key]
+            return False
+        self._number[key] -= 1
+        return True
 
 
 def flight_of(live: LiveSession, key: TurnKey, *, repeats: bool) -> TurnKey:
@@ -248,8 +277,19 @@ class Turns:
             live.record(event)
         asked_s, parent = self._clock() if asked_s is None else asked_s, match.parent.turn_id if match.parent else ""
         live.usage.asked(parent, asked_s)
-        repeats = retry.repeats(live.keys)
-        key = flight_of(live, TurnKey(parent, match.parts, options_digest(request), untrained), repeats=repeats)
+        asked = TurnKey(parent, match.parts, options_digest(request), untrained)
+        # What repeats a request that failed has lost no answer: an earlier, equal one had its own.
+        repeats = retry.repeats(live.keys) and not live.failed.take(asked)
+        try:
+            return await self._answer(live, match, request, asked, repeats=repeats, asked_s=asked_s)
+        except (InfraError, TooManyRequests):
+            live.failed.add(asked)
+            raise
+
+    async def _answer(
+        self, live: LiveSession, match: Match, request: TurnRequest, asked: TurnKey, *, repeats: bool, asked_s: float
+    ) -> TurnAnswer:
+        key = flight_of(live, asked, repeats=repeats)
         if key not in live.running:
             # Answers that need no engine: one that was lost on its way to the agent, or the final one.
             node = live.core.replay(match, request, repeats=repeats, delivering=live.delivering)

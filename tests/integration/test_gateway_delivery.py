@@ -409,6 +409,22 @@ async def test_a_sent_answer_is_replayed_to_a_request_that_says_that_it_repeats(
         assert (report.turns, report.replays) == (2, 2)
 
 
+@pytest.mark.parametrize("headers", [RETRIED, {"Idempotency-Key": "stainless-python-retry-8"}], ids=["count", "key"])
+async def test_a_retry_after_an_error_is_a_sample_of_its_own(model_dir: Path, headers: dict[str, str]) -> None:
+    """An earlier, equal request had its answer, and is not the one that is repeated."""
+    async with world(model_dir, Lines("first", Fault.ERROR, Fault.ERROR, "second"), **PATIENT) as w:
+        client = await w.client()
+        body = client.body(messages=client.wire.user("go"))
+        assert (await client.send(body)).text == "first"
+        failing = replace(client, headers={**headers, "x-stainless-retry-count": "0"})
+        assert (await failing.send(body)).status >= 500
+        again = replace(client, headers=headers)
+        assert [(await again.send(body)).text for _ in range(2)] == ["second"] * 2, "and is replayed itself"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.replays, len(report.failures)) == (2, 1, 1)
+
+
 async def test_a_replayed_answer_has_the_same_tokens_after_a_full_render(tmp_path: Path) -> None:
     """With templates without bridges every turn is a root of its own, and is still replayed."""
     folder = DEEPSEEK3_LEAKY.write(tmp_path)
