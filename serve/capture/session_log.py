@@ -179,7 +179,7 @@ class SessionLog:
             raise LogBroken(f"the session log cannot be written: {error}") from error
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _stem_of(session_id: SessionId) -> str:
     return hashlib.sha256(session_id.encode()).hexdigest()[:32]
 
