@@ -100,6 +100,8 @@ class Connection(web.RequestHandler):
         for timer in (self._head_timer, self._send_timer):
             if timer is not None:
                 timer.cancel()
+        # The body's reader refers to the connection: a cycle, which lasts until the next full collection.
+        self._body = self._head_timer = self._send_timer = None
         if exc is None and self.writing_paused:
             exc = ConnectionResetError("the client did not read its answer")
         super().connection_lost(exc)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import select
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from headrace.serve.capture.session import Budgets
-from headrace.serve.gateway.connections import ConnectionSettings, listen
+from headrace.serve.gateway.connections import Connection, ConnectionSettings, listen
 from support.chat_templates import LONG
 from support.gateway_program import gateway_program
 from support.gateway_rig import (
@@ -30,6 +32,7 @@ from support.gateway_rig import (
     request_bytes,
     serving,
     soon,
+    until,
     world,
 )
 from support.raw_http import head_of, raw_connection
@@ -114,6 +117,26 @@ async def test_a_begun_head_behind_a_running_request_does_not_disturb_its_answer
             assert (await connection.answer()).status == 200
             assert await connection.rest() == b""
         assert (await w.finish()).turns == 1
+
+
+def connections_alive() -> int:
+    return sum(type(each) is Connection for each in gc.get_objects())
+
+
+async def test_a_closed_connection_is_freed_without_a_collection(model_dir: Path) -> None:
+    """Full collections are minutes apart, and agents open thousands of connections meanwhile."""
+    async with world(model_dir, Lines("ls")) as w:
+        base_url = await w.open()
+        gc.collect()
+        gc.disable()
+        try:
+            before = connections_alive()
+            async with aiohttp.ClientSession() as http:
+                assert (await Client(http, base_url, CHAT).say("go")).status == 200
+                assert connections_alive() == before + 1
+            await until(lambda: connections_alive() == before)
+        finally:
+            gc.enable()
 
 
 # Clients that do not read.
