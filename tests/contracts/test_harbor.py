@@ -16,9 +16,9 @@ import pytest
 from headrace.serve.capture.session import Budgets
 from headrace.serve.exports.export_form import ExportForm
 from support.gateway_rig import CHAT, Lines, World, call_text, soon, world
+from support.installed_programs import installed
 from support.scripted_engine import Fault
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 INSTALL_S = 400
 RUN_S = 180
@@ -53,12 +53,7 @@ else:
 @pytest.fixture(scope="module")
 def harbor() -> Path:
     """Harbor's program, installed into the user's cache if necessary."""
-    installed = subprocess.run(
-        [ROOT / "scripts" / "install_harbor"], capture_output=True, text=True, timeout=INSTALL_S, check=False
-    )
-    if installed.returncode:
-        pytest.skip(f"harbor cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
-    return Path(installed.stdout.strip())
+    return installed("install_harbor", timeout_s=INSTALL_S)
 
 
 def read_by_harbor(harbor: Path, form: str, path: Path) -> tuple[Any, str]:
@@ -182,6 +177,7 @@ async def test_terminus_2_collects_the_ids_that_the_engine_served(
             said, _ = await process.communicate()
         sampled = w.engines[0].sampled
         prompts, outputs = [list(one.prompt_ids) for one in sampled], w.engines[0].outputs()
+        logprobs = [list(one.logprobs) for one in sampled]
         report = await w.finish()
     [exported] = json.loads((tmp_path / "out" / "rollout-1.json").read_bytes())
     [trial] = (folder for folder in files(jobs / "job") if folder.is_dir())
@@ -193,7 +189,7 @@ async def test_terminus_2_collects_the_ids_that_the_engine_served(
     [detail] = result["agent_result"]["rollout_details"]
     assert detail["prompt_token_ids"] == prompts
     assert detail["completion_token_ids"] == outputs
-    assert detail["logprobs"] == [[-0.25] * len(output) for output in outputs]
+    assert detail["logprobs"] == logprobs
     own = [step["metrics"] for step in trajectory["steps"] if step["source"] == "agent"]
     assert [one["prompt_token_ids"] for one in own] == prompts
     assert [one["completion_token_ids"] for one in own] == outputs

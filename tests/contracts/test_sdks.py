@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import pytest
 
 from headrace.serve.capture.session import Budgets
 from support.gateway_rig import World, call_text, until, world
+from support.installed_programs import installed
 from support.scripted_engine import Ask, Fault, check_exact
 
-ROOT = Path(__file__).resolve().parents[2]
 SDKS = Path(__file__).with_name("sdks")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 INSTALL_S, RUN_S = 600, 240
@@ -121,12 +120,7 @@ class Answers:
 @pytest.fixture(scope="module")
 def sdks() -> Path:
     """Folder of the SDKs, installed into the user's cache if necessary."""
-    installed = subprocess.run(
-        [ROOT / "scripts" / "install_sdks"], capture_output=True, text=True, timeout=INSTALL_S, check=False
-    )
-    if installed.returncode:
-        pytest.skip(f"the SDKs cannot be installed: {(installed.stderr.strip().splitlines() or ['?'])[-1]}")
-    return Path(installed.stdout.strip())
+    return installed("install_sdks", timeout_s=INSTALL_S)
 
 
 async def results_of(program: str, sdks: Path, home: Path, urls: dict[str, str]) -> dict[str, str | None]:
