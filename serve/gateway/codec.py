@@ -36,9 +36,6 @@ from headrace.serve.errors import BadRequest
 from headrace.serve.exports import json_pieces
 
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
-
-
-_Train = Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)]
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST: Final = 2**31 - 1
@@ -76,67 +73,59 @@ class BudgetsForm(BaseModel):
         return Budgets(**fields | {"max_context_tokens": context or given or default})
 
 
-class SpecForm(BaseModel):
-    """JSON form of `SessionSpec`."""
+class _SettingsForm(BaseModel):
+    """What every session can be opened with."""
 
     model_config = _STRICT
-    session_id: _Name
     sampling: SamplingForm = SamplingForm()
     budgets: BudgetsForm = BudgetsForm()
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
     train_cut: bool = False
-    train: _Train = (TrainedPart.MAIN,)
+    train: Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)] = (TrainedPart.MAIN,)
     marks_warnings: bool = False
     serve_unhonoured: bool = False
+
+    def spec_of(self, session_id: str, budgets: Budgets, *, rollout: str = "", attempt: int = 0) -> SessionSpec:
+        """Return the spec of a session with these settings."""
+        return SessionSpec(
+            session_id=SessionId(session_id),
+            sampling=Sampling(**self.sampling.model_dump()),
+            budgets=budgets,
+            traceparent=self.traceparent,
+            train_truncated=self.train_truncated,
+            train_cut=self.train_cut,
+            train=self.train,
+            marks_warnings=self.marks_warnings,
+            serve_unhonoured=self.serve_unhonoured,
+            rollout=rollout,
+            attempt=attempt,
+        )
+
+
+class SpecForm(_SettingsForm):
+    """JSON form of `SessionSpec`."""
+
+    session_id: _Name
     rollout: str = Field(default="", max_length=256)
     attempt: int = Field(default=0, ge=0, le=_MOST)
 
     def to_spec(self, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
-        return SessionSpec(
-            session_id=SessionId(self.session_id),
-            sampling=Sampling(**self.sampling.model_dump()),
-            budgets=self.budgets.to_budgets(most_context),
-            traceparent=self.traceparent,
-            train_truncated=self.train_truncated,
-            train_cut=self.train_cut,
-            train=self.train,
-            marks_warnings=self.marks_warnings,
-            serve_unhonoured=self.serve_unhonoured,
-            rollout=self.rollout,
-            attempt=self.attempt,
-        )
+        budgets = self.budgets.to_budgets(most_context)
+        return self.spec_of(self.session_id, budgets, rollout=self.rollout, attempt=self.attempt)
 
 
-class OpenOneForm(BaseModel):
+class OpenOneForm(_SettingsForm):
     """Body of `POST /sessions` for one session; `max_context_tokens` is a shorthand for the key in `budgets`."""
 
-    model_config = _STRICT
     session_id: _Name | None = None
-    sampling: SamplingForm = SamplingForm()
     max_context_tokens: int | None = Field(default=None, ge=1, le=_MOST)
-    budgets: BudgetsForm = BudgetsForm()
-    traceparent: str = Field(default="", max_length=64)
-    train_truncated: bool = True
-    train_cut: bool = False
-    train: _Train = (TrainedPart.MAIN,)
-    marks_warnings: bool = False
-    serve_unhonoured: bool = False
 
     def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
         """Return the spec; `most_context` is the context length of the engines, if known."""
-        return SessionSpec(
-            session_id=SessionId(self.session_id or default_id),
-            sampling=Sampling(**self.sampling.model_dump()),
-            budgets=self.budgets.to_budgets(most_context, self.max_context_tokens),
-            traceparent=self.traceparent,
-            train_truncated=self.train_truncated,
-            train_cut=self.train_cut,
-            train=self.train,
-            marks_warnings=self.marks_warnings,
-            serve_unhonoured=self.serve_unhonoured,
-        )
+        budgets = self.budgets.to_budgets(most_context, self.max_context_tokens)
+        return self.spec_of(self.session_id or default_id, budgets)
 
 
 class OpenForm(BaseModel):
