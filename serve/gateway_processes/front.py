@@ -27,6 +27,7 @@ from headrace.serve.errors import WireError
 from headrace.serve.gateway.admin_routes import refusal_of
 from headrace.serve.gateway.agent_routes import bearer_of, token_of
 from headrace.serve.gateway.bodies import read_body
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.delivery import json_response
 from headrace.serve.gateway.placement import place_of, place_of_token
 
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 
 WAIT_S: Final = 120.0
 """Longer than a process may take to end between two turns."""
-MAX_ADMIN_BYTES: Final = 16 * 2**20
-BODY_S: Final = 60.0
+DEFAULTS: Final = GatewayConfig()
 _ASK_AGAIN_S: Final = 0.05
 _HOP_BY_HOP: Final = frozenset(
     (
@@ -103,20 +103,14 @@ class Front:
             # Which each process would only see of its own.
             return await self._asked(request, 0, body)
         opened: dict[int, Any] = {}
-        for place, indices in self._by_place(names).items():
-            asked = orjson.dumps(document | {"sessions": [entries[index] for index in indices]})
-            response = await self._asked(request, place, asked)
-            if response.status != 200:
-                await self._forget(request, [names[index] for index in opened])
-                return response
-            opened |= dict(zip(indices, orjson.loads(response.body)["sessions"], strict=True))  # type: ignore[arg-type]
-        return json_response({"sessions": [opened[index] for index in range(len(entries))]})
-
-    async def _forget(self, request: web.Request, names: Sequence[str]) -> None:
-        """Undo the opening of these sessions: all are opened, or none."""
-        for name in names:
+        refusal = await self._spread(request, document, "sessions", names, "sessions", opened)
+        if refusal is None:
+            return json_response({"sessions": [opened[index] for index in range(len(entries))]})
+        # All are opened, or none.
+        for name in (names[index] for index in opened):
             path = f"/sessions/{quote(name, safe='')}"
             await self._asked(request, self._place(name), b"", method="DELETE", path=path)
+        return refusal
 
     async def _finish_many(self, request: web.Request) -> web.StreamResponse:
         if not self._is_admin(request):
@@ -127,27 +121,37 @@ class Front:
         if not isinstance(names, list) or not names:
             return await self._asked(request, 0, body)
         reports: dict[int, Any] = {}
-        for place, indices in self._by_place([str(name) for name in names]).items():
-            asked = document | {"session_ids": [names[index] for index in indices]}
+        refusal = await self._spread(request, document, "session_ids", [*map(str, names)], "reports", reports)
+        return refusal or json_response({"reports": [reports[index] for index in range(len(names))]})
+
+    async def _spread(
+        self,
+        request: web.Request,
+        document: dict[str, Any],
+        field: str,
+        names: Sequence[str],
+        answers: str,
+        found: dict[int, Any],
+    ) -> web.Response | None:
+        """Ask each process for the entries of `field` whose sessions it has, and add what it lists in `answers` to
+        `found`, by the index of the entry. `names` are the ids of the entries. Return the first refusal, if any."""
+        by_place: defaultdict[int, list[int]] = defaultdict(list)
+        for index, name in enumerate(names):
+            by_place[self._place(name)].append(index)
+        for place, indices in by_place.items():
+            asked = document | {field: [document[field][index] for index in indices]}
             response = await self._asked(request, place, orjson.dumps(asked))
             if response.status != 200:
                 return response
-            reports |= dict(zip(indices, orjson.loads(response.body)["reports"], strict=True))  # type: ignore[arg-type]
-        return json_response({"reports": [reports[index] for index in range(len(names))]})
-
-    def _by_place(self, names: Sequence[str]) -> dict[int, list[int]]:
-        """Return the indices of the sessions that each process has."""
-        found: defaultdict[int, list[int]] = defaultdict(list)
-        for index, name in enumerate(names):
-            found[self._place(name)].append(index)
-        return found
+            found |= dict(zip(indices, orjson.loads(response.body)[answers], strict=True))  # type: ignore[arg-type]
+        return None
 
     def _is_admin(self, request: web.Request) -> bool:
         return hmac.compare_digest(bearer_of(request).encode("utf-8", "surrogateescape"), self._admin_token)
 
     async def _body(self, request: web.Request) -> bytes:
         try:
-            return await read_body(request, MAX_ADMIN_BYTES, timeout_s=BODY_S)
+            return await read_body(request, DEFAULTS.max_body_bytes, timeout_s=DEFAULTS.body_timeout_s)
         except WireError as error:
             refused = web.HTTPRequestTimeout if error.status == 408 else web.HTTPBadRequest
             raise refused(body=refusal_of(str(error)), content_type="application/json") from None

@@ -34,7 +34,7 @@ from headrace.serve.gateway.standalone import (
     read_admin_token,
     serve_one,
 )
-from headrace.serve.gateway_processes.front import Front
+from headrace.serve.gateway_processes.front import DEFAULTS, Front
 from headrace.serve.gateway_processes.member import Member
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 PORTS: Final = "processes.json"
 """File of the ports, in the folder of the sessions."""
-HEADER_S: Final = 60.0
-SEND_S: Final = 60.0
 
 
 def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
@@ -98,7 +96,9 @@ async def _serve_several(options: StandaloneOptions, announce: Callable[[str], N
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        settings = ConnectionSettings(header_timeout_s=HEADER_S, send_timeout_s=SEND_S, refused=_log_refused)
+        settings = ConnectionSettings(
+            header_timeout_s=DEFAULTS.header_timeout_s, send_timeout_s=DEFAULTS.send_timeout_s, refused=_log_refused
+        )
         try:
             listener = await listen(runner, options.host, options.port, settings)
         except OSError as error:
