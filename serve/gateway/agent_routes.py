@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.dialects.dialect import Dialect
+    from headrace.serve.dialects.dialect import Dialect, WireRequest
     from headrace.serve.gateway.bodies import Bodies
     from headrace.serve.gateway.limited_log import LimitedLog
     from headrace.serve.gateway.sessions import SessionTable
@@ -85,11 +85,11 @@ class AgentRoutes:
         for prefix in ("", "/s/{token}"):
             app.router.add_get(prefix or "/", alive)
             app.router.add_post(f"{prefix}/v1/messages", self._turn_on(_ANTHROPIC))
-            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._guarded(_ANTHROPIC, self._count_tokens))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._counts(_ANTHROPIC, _ANTHROPIC.parse_count))
             app.router.add_post(f"{prefix}/v1/chat/completions", self._turn_on(_CHAT))
             app.router.add_post(f"{prefix}/v1/responses", self._turn_on(_RESPONSES))
             app.router.add_post(f"{prefix}/v1/tokenize", self._guarded(_CHAT, self._tokenize))
-            app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._guarded(_RESPONSES, self._input_tokens))
+            app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._counts(_RESPONSES, _RESPONSES.parse))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         app.router.add_get("/s/{token}/", alive)
@@ -148,15 +148,17 @@ class AgentRoutes:
 
         return self._guarded(dialect, turn)
 
-    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        live = self._live(request)
-        asked = await self._parsed(request, live, _ANTHROPIC.parse_count)
-        return json_response(_ANTHROPIC.count(await self._turns.prompts.count_tokens(live, asked.turn)))
+    def _counts(
+        self, dialect: AnthropicMessages | Responses, parse: Callable[[bytes, Mapping[str, str]], WireRequest]
+    ) -> Handler:
+        """Return the handler that counts the tokens of a request's prompt."""
 
-    async def _input_tokens(self, request: web.Request) -> web.StreamResponse:
-        live = self._live(request)
-        asked = await self._parsed(request, live, _RESPONSES.parse)
-        return json_response(_RESPONSES.count(await self._turns.prompts.count_tokens(live, asked.turn)))
+        async def count(request: web.Request) -> web.StreamResponse:
+            live = self._live(request)
+            asked = await self._parsed(request, live, parse)
+            return json_response(dialect.count(await self._turns.prompts.count_tokens(live, asked.turn)))
+
+        return self._guarded(dialect, count)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
