@@ -256,18 +256,24 @@ def report_of(directory: RunDirectory) -> RunReport:
 
 def latest_coverage(rows: JoinedRows) -> Coverage:
     """Return the tokens of the latest training attempts that sampled any, by the reasons that mask most of each."""
-    latest: list[Coverage] = []
-    columns = ("breakdown", "ended_at_s")
-    ended = rows.select("attempts", columns, where="breakdown NOTNULL AND ended_at_s NOTNULL", order="ended_at_s DESC")
-    for breakdown, _ in ended:
-        _, labels = breakdown_of(breakdown, "[]")
-        sampled, trained, reason = (labels.get(name) for name in ("sampled_tokens", "trained_tokens", "masked"))
-        if isinstance(sampled, int | float) and isinstance(trained, int | float) and sampled > 0:
-            masked = {str(reason): int(sampled - trained)} if reason else {}
-            latest.append(Coverage(sessions=1, sampled=int(sampled), trained=int(trained), masked=masked))
-            if len(latest) == WINDOW_SESSIONS:
-                break
-    return Coverage.together(latest)
+    columns, ended, limit = ("breakdown", "ended_at_s"), "breakdown NOTNULL AND ended_at_s NOTNULL", WINDOW_SESSIONS
+    while True:
+        # SQLite sorts as many rows as the limit keeps, and a run of months has millions.
+        latest = rows.select("attempts", columns, where=ended, order="ended_at_s DESC", limit=limit).fetchall()
+        known = [coverage for breakdown, _ in latest if (coverage := coverage_of(breakdown)).sampled > 0]
+        if len(known) >= WINDOW_SESSIONS or len(latest) < limit:
+            return Coverage.together(known[:WINDOW_SESSIONS])
+        limit *= 4
+
+
+def coverage_of(breakdown: str) -> Coverage:
+    """Return the tokens of one attempt; none if its breakdown lacks them."""
+    _, labels = breakdown_of(breakdown, "[]")
+    sampled, trained, reason = (labels.get(name) for name in ("sampled_tokens", "trained_tokens", "masked"))
+    if not isinstance(sampled, int | float) or not isinstance(trained, int | float):
+        return Coverage()
+    masked = {str(reason): int(sampled - trained)} if reason else {}
+    return Coverage(sessions=1, sampled=int(sampled), trained=int(trained), masked=masked)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

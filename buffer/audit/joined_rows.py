@@ -90,9 +90,10 @@ class JoinedRows:
         *,
         where: str = "true",
         order: str = "",
+        limit: int | None = None,
         values: tuple[object, ...] = (),
     ) -> sqlite3.Cursor:
-        """Select these columns of all rows."""
+        """Select these columns of all rows, or of the first `limit` rows in an order."""
         names = ", ".join(columns)
         query = f"SELECT {names} FROM main.{table} WHERE {where}"
         if table in self._archived:
@@ -101,6 +102,8 @@ class JoinedRows:
         if order:
             # A compound query can only be ordered by column names, from outside.
             query = f"SELECT * FROM ({query}) ORDER BY {order}"
+        if limit is not None:
+            query += f" LIMIT {limit}"
         return self._database.execute(query, values)
 
     def count(self, table: str) -> int:
