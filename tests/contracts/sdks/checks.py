@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import traceback
@@ -28,6 +29,16 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     """Add the function to the checks, under its own name."""
     checks.append((function.__name__, function))
     return function
+
+
+def check_each(apis: dict[str, Any]) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Return a decorator that adds a function to the checks once for each API, with the name of the API first."""
+
+    def decorator(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        checks.extend((f"{name}_{function.__name__}", functools.partial(function, api)) for name, api in apis.items())
+        return function
+
+    return decorator
 
 
 def equal(found: Any, wanted: Any) -> None:

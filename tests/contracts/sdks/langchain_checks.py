@@ -1,8 +1,6 @@
 """Checks of the gateway with LangChain's models for OpenAI's and Anthropic's APIs."""
 
-import functools
-
-from checks import BASE_URL, check, equal, run
+from checks import BASE_URL, check_each, equal, run
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -28,12 +26,7 @@ def add(a: int, b: int) -> str:
     return f"[sum] {a + b}"
 
 
-def on_all(function):
-    """Add the check once for each API."""
-    for name, model in MODELS.items():
-        one = functools.partial(function, model)
-        one.__name__ = f"{name}_{function.__name__}"
-        check(one)
+on_all = check_each(MODELS)
 
 
 @on_all

@@ -1,11 +1,10 @@
 """Checks of the gateway with LiteLLM, by its clients for OpenAI's and Anthropic's APIs."""
 
 import asyncio
-import functools
 import json
 
 import litellm
-from checks import ADD, BASE_URL, CLOSED_URL, TOO_LONG, check, equal, run
+from checks import ADD, BASE_URL, CLOSED_URL, TOO_LONG, check_each, equal, run
 
 TOOLS = [{"type": "function", "function": ADD}]
 APIS = {
@@ -18,12 +17,7 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def on_both(function):
-    """Add the check once for each API."""
-    for name, api in APIS.items():
-        one = functools.partial(function, api)
-        one.__name__ = f"{name}_{function.__name__}"
-        check(one)
+on_both = check_each(APIS)
 
 
 @on_both

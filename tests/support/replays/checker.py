@@ -13,8 +13,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from support.scripted_engine import segments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +45,7 @@ def _wrong_rows(sampled: Sequence[Sampled], report: dict[str, Any], version: str
         tokens = tuple(row["tokens"])
         if tokens not in wholes:
             yield f"row {number} is not what the engine was sent and answered"
-        for start, end in _runs(row["loss_mask"]):
+        for start, end in segments(np.array(row["loss_mask"])):
             at = start
             while at < end:
                 # Two outputs without a token between them are one run.
@@ -66,15 +69,6 @@ def _stands_at(one: Sampled, row: dict[str, Any], at: int) -> bool:
     end = at + len(one.output_ids)
     stands: tuple[list[Any], ...] = (row["tokens"][:at], row["tokens"][at:end], row["logprobs"][at:end])
     return stands == (list(one.prompt_ids), list(one.output_ids), list(one.logprobs))
-
-
-def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for value, group in groupby(mask):
-        length = len(list(group))
-        if value:
-            yield at, at + length
-        at += length
 
 
 def _wrong_sums(sampled: Sequence[Sampled], report: dict[str, Any]) -> Iterator[str]:
