@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.kernel.hidden_host import Cover, cover, prepare_covers, show_folder
 
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"
@@ -91,6 +92,8 @@ class HostImage(NamedTuple):
     """/bin and the like, if they are folders of their own."""
     files: dict[str, bytes]
     """Contents of files in /etc, by their path relative to it."""
+    covers: tuple[Cover, ...]
+    """Files of /proc that no sandbox sees."""
 
 
 class Layer(NamedTuple):
@@ -169,7 +172,7 @@ class MountRefused(Exception):
     root has a folder there (or vice versa); or the target is not allowed."""
 
 
-def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
+def build_launcher_root(base: str, *, single_id: bool, size_bytes: int = 64 << 20) -> HostImage:
     """Move this process into a new mount namespace with a private root mounted over the folder `base`."""
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -178,14 +181,15 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
         os.mkdir(f"{base}/{name.strip('/')}", 0o755)
     for number in range(MAX_LAYERS):
         os.mkdir(f"{base}{_LOWER}/{number}", 0o755)
-    _bind_read_only("/usr", f"{base}/usr", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+    no_devices = syscalls.MS_NOSUID | syscalls.MS_NODEV
+    _bind_read_only("/usr", f"{base}/usr", no_devices)
     links, folders = {}, []
     for name in _SYSTEM_FOLDERS:
         if os.path.islink(f"/{name}"):
             links[name] = os.readlink(f"/{name}")
         elif os.path.isdir(f"/{name}"):
             os.mkdir(f"{base}/system/{name}", 0o755)
-            _bind_read_only(f"/{name}", f"{base}/system/{name}", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+            _bind_read_only(f"/{name}", f"{base}/system/{name}", no_devices)
             folders.append(name)
     _make_devices(f"{base}/dev")
     # Debian's /usr/bin/awk and many others lead through links of /etc/alternatives into /usr: copy those.
@@ -193,7 +197,7 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
         for entry in os.scandir("/etc/alternatives"):
             if entry.is_symlink() and (target := os.readlink(entry.path)).startswith(("/usr/", "/bin/", "/lib/")):
                 os.symlink(target, f"{base}/alternatives/{entry.name}")
-    _bind_read_only(f"{base}/alternatives", f"{base}/alternatives", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+    _bind_read_only(f"{base}/alternatives", f"{base}/alternatives", no_devices)
     files = {name: text.encode() for name, text in _ETC.items()}
     if os.path.isfile("/etc/ld.so.cache"):
         with open("/etc/ld.so.cache", "rb") as cache:
@@ -203,8 +207,18 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
     except PermissionError:
         # Without root the pid namespace belongs to another user, but the host's view of it can be shown here.
         syscalls.mount("/proc", f"{base}/proc", flags=syscalls.MS_BIND | syscalls.MS_REC)
+    covers = prepare_covers(base)
     syscalls.pivot_into(base)
-    return HostImage(links, tuple(folders), files)
+    for path in ("/usr", *(f"/system/{name}" for name in folders)):
+        if not _has_mounts_below(path):
+            show_folder(path, path, no_devices, "userxattr" if single_id else "")
+    return HostImage(links, tuple(folders), files, covers)
+
+
+def _has_mounts_below(path: str) -> bool:
+    """An overlay shows no mounts below its layers."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
+        return any(line.split(" ")[4].startswith(f"{path}/") for line in table)
 
 
 def _bind_read_only(source: str, target: str, flags: int) -> None:
@@ -323,8 +337,16 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
     options = f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}{owner}"
     syscalls.mount("devpts", f"{path}/dev/pts", "devpts", no_programs, options)
     syscalls.mount("proc", f"{path}/proc", "proc", no_programs | syscalls.MS_NODEV)
-    for folder in root.folders:
-        _attach(folder.layer, folder.id_map, _make_target(path, root.base_id, check_target(folder.target), folder=True))
+    cover(f"{path}/proc", host.covers)
+    for number, folder in enumerate(root.folders):
+        target = _make_target(path, root.base_id, check_target(folder.target), folder=True)
+        source = f"{_LOWER}/folder-{number}"
+        with suppress(FileExistsError):
+            os.mkdir(source, 0o755)
+        _attach(folder.layer, folder.id_map, source)
+        if not show_folder(source, target, no_devices):
+            syscalls.mount(source, target, flags=syscalls.MS_BIND)
+            syscalls.set_mount_flags(target, no_devices | syscalls.MS_RDONLY)
     for frozen in root.mounts:
         _mount_frozen(path, root, frozen)
     syscalls.pivot_into(path)

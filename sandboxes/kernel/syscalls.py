@@ -17,6 +17,7 @@ from typing import Final
 _libc = ctypes.CDLL(None, use_errno=True)
 
 CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWCGROUP: Final = 0x02000000
 CLONE_NEWUTS: Final = 0x04000000
 CLONE_NEWIPC: Final = 0x08000000
 CLONE_NEWUSER: Final = 0x10000000

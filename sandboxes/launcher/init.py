@@ -35,7 +35,13 @@ if TYPE_CHECKING:
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: root needs them for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
-_NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+_NAMESPACES: Final = (
+    syscalls.CLONE_NEWNS
+    | syscalls.CLONE_NEWNET
+    | syscalls.CLONE_NEWIPC
+    | syscalls.CLONE_NEWUTS
+    | syscalls.CLONE_NEWCGROUP
+)
 _BACKLOG: Final = 128
 _OOM_SCORE: Final = b"500"
 RESERVED_PROCESSES: Final = host_limits.RESERVED_PROCESSES - 1

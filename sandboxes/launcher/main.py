@@ -76,7 +76,7 @@ def _prepare(settings: Settings, secrets: Secrets) -> ForkServer:
         single_id = os.geteuid() != 0
         if single_id:
             syscalls.enter_own_user_namespace()
-        host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
+        host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path), single_id=single_id)
         syscalls.name_process(f"headrace-launcher {settings.label}")
         syscalls.become_subreaper()
         syscalls.forbid_inspection()

@@ -77,7 +77,7 @@ def _private_root(then: Callable[[], None] = lambda: None) -> None:
     folder = tempfile.mkdtemp(prefix="headrace-probe-")
 
     def build() -> None:
-        rootfs.build_launcher_root(folder)
+        rootfs.build_launcher_root(folder, single_id=os.geteuid() != 0)
         then()
 
     try:
