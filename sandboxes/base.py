@@ -57,6 +57,8 @@ class Feature(StrEnum):
     USAGE = "usage"
     FOLDERS = "folders"
     """`SandboxSpec.folders`."""
+    GUEST = "guest"
+    """`SandboxSpec.guest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,23 @@ class HostFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """What E2B's clients expect in a sandbox whatever its image: an account, files and the program `sudo`. An image's
+    own account of that name is kept."""
+
+    user: str = "user"
+    """Name of the account, with id 1000 and the home folder `/home/NAME`."""
+    sudo: bool = True
+    """Let the account run commands as root with `sudo`. It is never set for a rollout: a verifier that checks a sandbox
+    in which the agent was root can trust nothing there."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Contents by absolute path, readable by every user."""
+
+    def to_json(self) -> dict[str, object]:
+        return {"user": self.user, "sudo": self.sudo, "files": dict(self.files)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """A sandbox to boot. A limit of None means the provider's default. `ttl_s` is the length of the lease; when it
     expires without renewal, the sandbox is killed."""
@@ -97,10 +116,13 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[FrozenMount, ...] = ()
     folders: tuple[HostFolder, ...] = ()
+    guest: Guest | None = None
 
 
-def refuse_folders(spec: SandboxSpec, provider: str) -> None:
-    """Refuse a spec with folders, for providers without Feature.FOLDERS. Raises Unsupported."""
+def refuse_extras(spec: SandboxSpec, provider: str) -> None:
+    """Refuse a spec with folders or a guest, for providers without Feature.FOLDERS and GUEST. Raises Unsupported."""
+    if spec.guest is not None:
+        raise Unsupported(f"guest ({spec.guest.user}): the {provider} provider cannot add an account to a sandbox")
     if spec.folders:
         targets = ", ".join(folder.target for folder in spec.folders)
         raise Unsupported(

@@ -513,6 +513,9 @@ def serve_sandboxes(
         bool,
         typer.Option("--keep-sandboxes", help="Keep sandboxes at shutdown for the next server with the same --state."),
     ] = False,
+    sudo: Annotated[
+        bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
+    ] = True,
     provider: Annotated[str, typer.Option(help="Provider that runs the sandboxes: local.")] = "local",
     api: Annotated[
         str, typer.Option(help="APIs to serve, separated by commas: e2b, exec, dropin.")
@@ -541,6 +544,7 @@ def serve_sandboxes(
         keys=keys,
         state=state,
         keep_sandboxes=keep_sandboxes,
+        sudo=sudo,
         apis=api,
         lease_s=lease_s,
         host_urls=tuple(host_url or ()),

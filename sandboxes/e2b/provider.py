@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
+from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.frozen_data import copy_frozen
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
@@ -39,6 +39,8 @@ PROVIDER: Final = "e2b"
 OURS: Final = "headrace"
 KEY: Final = "headrace_key"
 """Metadata keys of every sandbox: a mark that it is ours, and its idempotency key."""
+NO_SUDO: Final = {"headrace_sudo": "no"}
+"""Metadata for `headrace sandbox serve`: an agent that is not root cannot become root."""
 _KEY_FORM: Final = re.compile(r"[a-z0-9-]{1,255}")
 
 
@@ -99,7 +101,7 @@ class E2bProvider:
         for mount in spec.mounts:
             if mount.source not in self._frozen:
                 raise SpecRefused(f"mount of {mount.source}: only sandboxes that this provider froze can be mounted")
-        refuse_folders(spec, PROVIDER)
+        refuse_extras(spec, PROVIDER)
         for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
             if getattr(spec, name) is not None:
                 raise SpecRefused(f"{name}: fixed by the template of an E2B sandbox; leave it unset")
@@ -127,7 +129,7 @@ class E2bProvider:
     async def _boot(self, spec: SandboxSpec) -> Any:
         image_key, image, key = self._config.metadata_image_key, spec.image, spec.idempotency_key
         template = self._config.template if image_key or image == "host" else image
-        metadata = {**self._config.metadata, **spec.labels, OURS: "1"}
+        metadata = {**NO_SUDO, **self._config.metadata, **spec.labels, OURS: "1"}
         if key:
             metadata[KEY] = key
         if image_key and image != "host":
@@ -220,7 +222,7 @@ class E2bProvider:
         async for row in self._pages({OURS: "1", **self._config.metadata}):
             metadata = dict(row.metadata or {})
             key = metadata.pop(KEY, "")
-            for name in (OURS, self._config.metadata_image_key, *self._config.metadata):
+            for name in (OURS, *NO_SUDO, self._config.metadata_image_key, *self._config.metadata):
                 metadata.pop(name, None)
             rest_s = max(0.0, row.end_at.timestamp() - now)
             state, labels = str(getattr(row.state, "value", row.state)), metadata

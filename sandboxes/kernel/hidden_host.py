@@ -77,8 +77,8 @@ def cover(proc: str, covers: tuple[Cover, ...]) -> None:
 
 
 def show_folder(source: str, target: str, flags: int, options: str = "") -> bool:
-    """Mount the folder `source` at `target` through a read-only overlay. Returns False where the kernel refuses, as
-    below two other overlays."""
+    """Mount the folder `source` (or several, as in `lowerdir`) at `target` through a read-only overlay. Returns False
+    where the kernel refuses, as below two other overlays."""
     lower = f"lowerdir={source}:{_COVERS}/folder"
     try:
         syscalls.mount("overlay", target, "overlay", flags | syscalls.MS_RDONLY, f"{lower},{options}".rstrip(","))

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH101, PTH102, PTH106, PTH112, PTH113, PTH114, PTH115, PTH123, PTH211
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH112, PTH113, PTH114, PTH115, PTH120, PTH123, PTH211
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
 """File trees of the launcher and of each sandbox, built with direct mounts.
 
@@ -20,6 +20,7 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -35,6 +36,8 @@ MAX_LAYERS: Final = 128
 _TERMINALS: Final = 32
 """Maximum number of terminals of one sandbox; the host has about 3,000 in total (kernel.pty.max)."""
 _LOWER: Final = "/lower"
+_PROGRAMS: Final = "/programs"
+_USR_WITH_PROGRAMS: Final = "/usr-with-programs"
 _FROZEN: Final = "/frozen"
 
 _SYSTEM_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -94,6 +97,8 @@ class HostImage(NamedTuple):
     """Contents of files in /etc, by their path relative to it."""
     covers: tuple[Cover, ...]
     """Files of /proc that no sandbox sees."""
+    has_programs: bool
+    """True if /usr can be shown with our programs for E2B's clients."""
 
 
 class Layer(NamedTuple):
@@ -156,6 +161,8 @@ class Root(NamedTuple):
     source_image: Image
     """Image of the sandbox whose frozen paths are mounted; that sandbox has the same ids as this one."""
     source_id_maps: tuple[int, ...]
+    has_sudo: bool
+    """True if the host's /usr is shown with the program that asks the first process for root."""
 
     @property
     def all_id_maps(self) -> set[int]:
@@ -172,8 +179,11 @@ class MountRefused(Exception):
     root has a folder there (or vice versa); or the target is not allowed."""
 
 
-def build_launcher_root(base: str, *, single_id: bool, size_bytes: int = 64 << 20) -> HostImage:
-    """Move this process into a new mount namespace with a private root mounted over the folder `base`."""
+def build_launcher_root(
+    base: str, *, single_id: bool, programs: Mapping[str, str] | None = None, size_bytes: int = 64 << 20
+) -> HostImage:
+    """Move this process into a new mount namespace with a private root mounted over the folder `base`. `programs` are
+    texts by path below /usr, for the sandboxes that ask for them."""
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
     syscalls.mount("tmpfs", base, "tmpfs", syscalls.MS_NOSUID, f"mode=755,size={size_bytes}")
@@ -208,17 +218,24 @@ def build_launcher_root(base: str, *, single_id: bool, size_bytes: int = 64 << 2
         # Without root the pid namespace belongs to another user, but the host's view of it can be shown here.
         syscalls.mount("/proc", f"{base}/proc", flags=syscalls.MS_BIND | syscalls.MS_REC)
     covers = prepare_covers(base)
+    for name, text in (programs or {}).items():
+        os.makedirs(f"{base}{_PROGRAMS}/{os.path.dirname(name)}", exist_ok=True)
+        with open(f"{base}{_PROGRAMS}/{name}", "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o755)
+    os.mkdir(f"{base}{_USR_WITH_PROGRAMS}", 0o755)
     syscalls.pivot_into(base)
-    for path in ("/usr", *(f"/system/{name}" for name in folders)):
-        if not _has_mounts_below(path):
-            show_folder(path, path, no_devices, "userxattr" if single_id else "")
-    return HostImage(links, tuple(folders), files, covers)
-
-
-def _has_mounts_below(path: str) -> bool:
-    """An overlay shows no mounts below its layers."""
+    options = "userxattr" if single_id else ""
+    # An overlay shows no mounts below its layers.
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
-        return any(line.split(" ")[4].startswith(f"{path}/") for line in table)
+        mounted = [line.split(" ")[4] for line in table]
+    shown = ("/usr", *(f"/system/{name}" for name in folders))
+    plain = [path for path in shown if not any(point.startswith(f"{path}/") for point in mounted)]
+    lower = f"{_PROGRAMS}:/usr"
+    has_programs = "/usr" in plain and bool(programs) and show_folder(lower, _USR_WITH_PROGRAMS, no_devices, options)
+    for path in plain:
+        show_folder(path, path, no_devices, options)
+    return HostImage(links, tuple(folders), files, covers, has_programs)
 
 
 def _bind_read_only(source: str, target: str, flags: int) -> None:
@@ -325,7 +342,8 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
             os.chown(f"{path}/home/agent", root.base_id + AGENT_ID, root.base_id + AGENT_ID)
     recursive_bind = syscalls.MS_BIND | syscalls.MS_REC
     if root.image.shows_host:
-        syscalls.mount("/usr", f"{path}/usr", flags=recursive_bind)
+        usr = _USR_WITH_PROGRAMS if root.has_sudo and host.has_programs else "/usr"
+        syscalls.mount(usr, f"{path}/usr", flags=recursive_bind)
         for name in host.folders:
             with suppress(FileExistsError):
                 os.mkdir(f"{path}/{name}", 0o755)

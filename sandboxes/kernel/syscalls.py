@@ -46,6 +46,7 @@ _MOUNT_ATTR_IDMAP: Final = 0x00100000
 _SYS_OPEN_TREE: Final = 428
 _SYS_MOVE_MOUNT: Final = 429
 _SYS_OPENAT2: Final = 437
+_SYS_PIDFD_GETFD: Final = 438
 _SYS_MOUNT_SETATTR: Final = 442
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -158,6 +159,12 @@ def open_resolved(directory: int, path: str, flags: int, resolve: int) -> int:
     how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=0, resolve=resolve)
     result = _libc.syscall(_SYS_OPENAT2, directory, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
     return _checked(result, f"open {path}")
+
+
+def duplicate_of(process: int, number: int) -> int:
+    """Return a copy of the descriptor `number` of a process, given as a pidfd (pidfd_getfd(2)). The caller needs the
+    right to trace it."""
+    return _checked(_libc.syscall(_SYS_PIDFD_GETFD, process, number, 0), f"pidfd_getfd {number}")
 
 
 def _prctl(option: int, argument: object, what: str) -> None:

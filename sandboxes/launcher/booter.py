@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
@@ -29,6 +29,9 @@ from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.wire import Channel, Message
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.launcher.guest import Guest
 
 _INIT: Final = 1
 _TRIES: Final = 100
@@ -87,6 +90,7 @@ class Booter:
             raise RequestRefused("OutOfDisk", f"only {free >> 20} MiB free in {where}: min_free_bytes is {least}")
         group_limits = self._group_limits(message)
         limits = self._limits(message, group_limits)
+        guest = requests.guest_of(message)
         for target in (*(mount.target for mount in mounts), *(target for _, target in folders)):
             try:
                 rootfs.check_target(target)
@@ -104,7 +108,7 @@ class Booter:
             self.images.take(name)
         try:
             self.groups.create(sandbox.id, group_limits)
-            return self._fork(sandbox, self._root(sandbox, folders, mounts, source), limits)
+            return self._fork(sandbox, self._root(sandbox, folders, mounts, source, guest), limits, guest)
         except OSError as error:
             self.groups.remove(sandbox.id)
             self._ranges.release(sandbox.base_id)
@@ -161,9 +165,9 @@ class Booter:
             _check_ceiling("pids", asked, most, "the total that this host allows for all sandboxes (kernel.pid_max)")
         return int(asked or self._share.processes)
 
-    def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits) -> Channel:
+    def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits, guest: Guest | None) -> Channel:
         """Make the layer, fork the first process, and return the channel to it."""
-        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
+        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter, guest)
         rootfs.make_layer(sandbox.id)
         try:
             if self._layers_folder < 0:
@@ -232,6 +236,7 @@ class Booter:
         folders: tuple[tuple[str, str], ...],
         mounts: tuple[rootfs.Mount, ...],
         source: SandboxRecord | None,
+        guest: Guest | None,
     ) -> rootfs.Root:
         image = self.image_of(sandbox)
         source_image = rootfs.HOST if source is None else self.image_of(source)
@@ -255,6 +260,7 @@ class Booter:
             mounts,
             source_image,
             maps[1],
+            guest is not None,
         )
 
     def _id_map(self, stored: int, shown: int) -> int:

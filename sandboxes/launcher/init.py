@@ -28,10 +28,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from headrace.sandboxes.kernel import host_limits, processes, rootfs, syscalls
 from headrace.sandboxes.kernel.disk_layers import mount_disk_layer
 from headrace.sandboxes.launcher import commands
+from headrace.sandboxes.launcher.guest import GuestProblem, add_guest
+from headrace.sandboxes.launcher.sudo import SudoRequests, run_sudo
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, close_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from headrace.sandboxes.launcher.commands import Limits
+    from headrace.sandboxes.launcher.guest import Guest
+    from headrace.sandboxes.launcher.wire import Message
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: root needs them for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
@@ -59,16 +65,18 @@ class Plan(NamedTuple):
     mounted."""
     last_capability: int
     call_filter: bytes | None
+    guest: Guest | None
 
 
 class _Running:
-    """Child of the first process for which a client is waiting."""
+    """Child of the first process for which somebody is waiting, who gets `answer(result)`."""
 
-    __slots__ = ("deadline", "operation", "started", "tag", "timed_out")
+    __slots__ = ("answer", "deadline", "operation", "started", "tag", "timed_out")
 
-    def __init__(self, tag: int, operation: str, deadline: float) -> None:
+    def __init__(self, tag: int, operation: str, deadline: float, answer: Callable[[Message], None]) -> None:
         self.tag = tag
         self.operation = operation
+        self.answer = answer
         self.started = time.monotonic()
         self.deadline = deadline
         self.timed_out = False
@@ -87,7 +95,7 @@ def run_init(plan: Plan, control: socket.socket, commands_group: int) -> NoRetur
         _build(plan, channel)
     except rootfs.MountRefused as error:
         _report_failure(channel, "FrozenPathRefused", str(error))
-    except rootfs.ImageUnusable as error:
+    except (rootfs.ImageUnusable, GuestProblem) as error:
         _report_failure(channel, "ImageRefused", str(error))
     except OSError as error:
         _report_failure(channel, "BootFailed", str(error))
@@ -157,6 +165,8 @@ def _build(plan: Plan, channel: Channel) -> None:
     if plan.call_filter is not None:
         syscalls.filter_calls(plan.call_filter)
     syscalls.die_with_parent(signal.SIGKILL)
+    if plan.guest is not None:
+        add_guest(plan.guest, shows_host=plan.root.image.shows_host, single_id=plan.root.single_id)
 
 
 class _Init:
@@ -170,6 +180,8 @@ class _Init:
         self._channel = channel
         self._wake = wake
         self._running: dict[int, _Running] = {}
+        offers_sudo = plan.guest is not None and plan.guest.sudo and not plan.root.single_id
+        self._sudo = SudoRequests(channel, self._start_sudo) if offers_sudo else None
         self._untouched = not plan.root.mounts
         """True while no client code has run inside, and no files are mounted from a sandbox in which client code has
         run."""
@@ -179,6 +191,8 @@ class _Init:
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
             poll.register(self._channel.fileno(), select.POLLIN | (select.POLLOUT if self._channel.backlog else 0))
+            if self._sudo is not None:
+                self._sudo.register(poll)
             deadlines = (running.deadline for running in self._running.values() if not running.timed_out)
             first = min(deadlines, default=math.inf)
             # poll(2) takes 31 bits.
@@ -191,6 +205,8 @@ class _Init:
                 self._channel.flush()
                 self._take_messages()
                 self._reap()
+                if self._sudo is not None:
+                    self._sudo.take()
                 waiting = select.poll()
                 waiting.register(self._channel.fileno(), select.POLLIN)
                 if not waiting.poll(0):
@@ -222,6 +238,9 @@ class _Init:
                         self._channel.send({"tag": tag, "error": "SpecRefused", "message": f"port {port}: {error}"})
                     else:
                         self._channel.send({"tag": tag}, (listener.detach(),))
+                case "lent":
+                    assert self._sudo is not None
+                    self._sudo.lend(message, descriptors)
                 case "signal":
                     for pid, _ in named:
                         if message["number"] == signal.SIGKILL:
@@ -240,6 +259,18 @@ class _Init:
             self._channel.send({"tag": tag, "timed_out": False, **commands.write_now(message, descriptors)})
             return
         self._untouched = False
+        pid = self._fork(tag, message, descriptors, lambda result: self._channel.send({"tag": tag, **result}))
+        if message["op"] == "spawn" and pid:
+            self._channel.send({"tag": tag, "started": pid})
+
+    def _start_sudo(
+        self, message: Message, descriptors: Sequence[int], answer: Callable[[Message], None]
+    ) -> Callable[[], None]:
+        pid = self._fork(0, message, descriptors, answer)
+        return lambda: self._kill(pid) if pid in self._running else None
+
+    def _fork(self, tag: int, message: Message, descriptors: Sequence[int], answer: Callable[[Message], None]) -> int:
+        """Start a child and return its pid, or 0 if no process can be made."""
         pid = -1
         try:
             # When memory runs out, commands are killed before this process, and before the trainer on the same host.
@@ -253,27 +284,26 @@ class _Init:
             # The agent may have used up its processes: that is a result of the command, not a failure of the host.
             with suppress(OSError):
                 os.write(descriptors[2], f"cannot run the command: {error}\n".encode())
-            self._channel.send(
-                {"tag": tag, "exit_code": commands.EXIT_CANNOT_RUN, "duration_s": 0.0, "timed_out": False}
-            )
-            return
+            answer({"exit_code": commands.EXIT_CANNOT_RUN, "duration_s": 0.0, "timed_out": False})
+            return 0
         if pid == 0:
             self._become_child(message, descriptors)
         timeout_s = message["timeout_s"]
         deadline = math.inf if timeout_s is None else time.monotonic() + float(timeout_s)
-        self._running[pid] = _Running(tag, message["op"], deadline)
-        if message["op"] == "spawn":
-            self._channel.send({"tag": tag, "started": pid})
+        self._running[pid] = _Running(tag, message["op"], deadline, answer)
+        return pid
 
-    def _become_child(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    def _become_child(self, message: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
         try:
             if self._commands_group >= 0:
                 os.write(self._commands_group, b"0")
-            os.closerange(3, 1 << 20)
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+            os.closerange(len(descriptors), 1 << 20)
+            if message["op"] == "sudo":
+                run_sudo(message, self._limits, self._image)
             if message["op"] in ("exec", "spawn"):
                 commands.run_command(message, self._limits, self._image)
             elif message["op"] == "run":
@@ -310,9 +340,8 @@ class _Init:
             if running is None:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            self._channel.send(
+            running.answer(
                 {
-                    "tag": running.tag,
                     "exit_code": code if code >= 0 else 128 - code,
                     "duration_s": time.monotonic() - running.started,
                     "timed_out": running.timed_out,

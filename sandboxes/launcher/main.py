@@ -27,6 +27,7 @@ from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Secrets
 from headrace.sandboxes.launcher.fork_server import ForkServer
+from headrace.sandboxes.launcher.guest import SUDO_PATH, SUDO_SCRIPT
 from headrace.sandboxes.launcher.sandbox_record import Settings
 
 _BACKLOG: Final = 1024
@@ -76,7 +77,8 @@ def _prepare(settings: Settings, secrets: Secrets) -> ForkServer:
         single_id = os.geteuid() != 0
         if single_id:
             syscalls.enter_own_user_namespace()
-        host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path), single_id=single_id)
+        base, programs = os.path.dirname(settings.socket_path), {SUDO_PATH.removeprefix("/usr/"): SUDO_SCRIPT}
+        host = rootfs.build_launcher_root(base, single_id=single_id, programs=programs)
         syscalls.name_process(f"headrace-launcher {settings.label}")
         syscalls.become_subreaper()
         syscalls.forbid_inspection()

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.kernel.rootfs import Mount
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.connections import Connections, Waiter
+from headrace.sandboxes.launcher.guest import Guest
 from headrace.sandboxes.launcher.sandbox_record import Execution, RequestRefused, SandboxRecord
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ _MOST: Final = 1 << 62
 _MAX_LABEL_BYTES: Final = 8192
 """Limit on the key and labels together, because the list of all sandboxes must fit in one message."""
 _PORTS: Final = 1 << 16
+_USER: Final = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 
 def lease_s(value: object) -> float:
@@ -72,6 +75,21 @@ def labels_of(message: Message) -> dict[str, str]:
             "SpecRefused", f"labels and idempotency_key together are longer than {_MAX_LABEL_BYTES} bytes"
         )
     return labels
+
+
+def guest_of(message: Message) -> Guest | None:
+    """Return what the sandbox gets for E2B's clients, if it was asked for. Raises RequestRefused."""
+    document = message.get("guest")
+    if document is None:
+        return None
+    user, files = _text("guest", document["user"]), dict(document["files"])
+    if not _USER.fullmatch(user):
+        raise _refusal("guest", user, "must be a user name")
+    named = tuple((_text("guest", path), _text("guest", text)) for path, text in files.items())
+    for path, _ in named:
+        if not path.startswith("/"):
+            raise _refusal("guest", path, "must be an absolute path")
+    return Guest(user, document["sudo"] is True, named)
 
 
 def check_for_init(message: Message) -> None:

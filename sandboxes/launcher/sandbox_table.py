@@ -22,6 +22,7 @@ from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
+from headrace.sandboxes.launcher.sudo import lend_descriptors
 from headrace.sandboxes.launcher.wire import Message, close_all
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class SandboxTable:
                     self._end(sandbox, keep_layer=False)
                 else:
                     self._connections.send(sandbox.control, {"op": "mapped"})
+            case "borrow":
+                lend_descriptors(sandbox.control, message, descriptors)
             case "ready" if sandbox.state == "booting":
                 sandbox.state = "running"
                 self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)

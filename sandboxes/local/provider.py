@@ -214,6 +214,7 @@ class LocalProvider:
             "cpus": spec.cpu,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
             "folders": await self._folders(spec),
+            "guest": None if spec.guest is None else spec.guest.to_json(),
         }
         try:
             answer = await self._ask_for_boot(message)

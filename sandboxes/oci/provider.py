@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
+from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, FolderRefused, SandboxGone, SpecRefused
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner, remove
 from headrace.sandboxes.images.merged_tree import find
@@ -143,7 +143,7 @@ class OciProvider:
         """
         if spec.network is not Network.NONE:
             raise SpecRefused(f"network {spec.network.value!r}: the oci provider supports only `none`")
-        refuse_folders(spec, "oci")
+        refuse_extras(spec, "oci")
         for name in ("cpu", "memory_bytes", "disk_bytes", "pids", "ttl_s"):
             value = getattr(spec, name)
             if value is not None and not value > 0:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
+from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.key_files import read_private
 from headrace.sandboxes.remote.http import RemoteHttp
@@ -92,9 +92,10 @@ class RemoteProvider:
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Create a sandbox. Raises the server's typed errors, ProviderUnreachable."""
-        refuse_folders(spec, PROVIDER)
+        refuse_extras(spec, PROVIDER)
         key = spec.idempotency_key or f"once-{secrets.token_hex(16)}"
         order = asdict(spec) | {"idempotency_key": key, "labels": dict(spec.labels)}
+        del order["guest"]
         del order["folders"]
         try:
             answer = await self._request("POST", "/v1/sandboxes", body=order)

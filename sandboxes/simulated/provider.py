@@ -21,7 +21,7 @@ from typing import Final, Self
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds, refuse_names
-from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
+from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -199,7 +199,7 @@ class SimulatedProvider:
         state = self._by_key.get(spec.idempotency_key) if spec.idempotency_key else None
         if state is None:
             if Feature.FOLDERS not in self.features:
-                refuse_folders(spec, PROVIDER)
+                refuse_extras(spec, PROVIDER)
             if self._config.images is not None and spec.image not in self._config.images:
                 raise ImageUnknown(f"image {spec.image!r} is unknown on {self.name}")
             if self._bucket is not None and not self._bucket.take(asyncio.get_running_loop().time()):

@@ -37,7 +37,7 @@ from headrace.sandboxes.base import (
     SandboxInfo,
     SandboxRef,
     SandboxSpec,
-    refuse_folders,
+    refuse_extras,
 )
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
@@ -91,7 +91,7 @@ class SubprocessProvider:
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Make a sandbox. Limits and the network of the spec are ignored. Raises ImageUnknown, SpecRefused,
         FrozenPathRefused."""
-        refuse_folders(spec, PROVIDER)
+        refuse_extras(spec, PROVIDER)
         if spec.image != "host":
             raise ImageUnknown(f"image {spec.image!r}: the subprocess provider has only `host`")
         known = self._by_key.get(spec.idempotency_key)

@@ -65,7 +65,7 @@ class ProcessService:
         process = await call.live.handle.spawn(
             [command.program, *command.arguments],
             user=account.name,
-            env={**call.live.row.env, **command.env},
+            env={**call.live.row.base_env, **call.live.row.env, **command.env},
             cwd=folder,
             stdin=not command.terminal and message.get("stdin") is not False,
             terminal=_size(message["pty"]) if command.terminal else None,

@@ -59,6 +59,8 @@ class ServerSettings:
     """Folder that contains the table; None for a table in memory."""
     keep_sandboxes: bool = False
     """Keep the sandboxes alive at shutdown, for the next server that uses this folder."""
+    sudo: bool = True
+    """Let the users of E2B sandboxes run commands as root with `sudo`."""
     serve_e2b: bool = True
     """Serve E2B's API; if false, only the additional parts are served."""
 
@@ -106,7 +108,7 @@ class E2bServer:
                 table = SandboxTable(self._settings.state_folder)
                 stack.callback(table.close)
                 await stack.enter_async_context(tasks)
-                sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks)
+                sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks, sudo=self._settings.sudo)
                 await recover(sandboxes)
                 stack.push_async_callback(self._end_sandboxes, sandboxes)
                 tasks.start(sandboxes.run())

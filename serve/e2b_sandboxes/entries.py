@@ -27,8 +27,6 @@ _TYPES: Final = {"f": "FILE_TYPE_FILE", "d": "FILE_TYPE_DIRECTORY"}
 _DANGLING: Final = "FILE_TYPE_SYMLINK"
 
 
-DEFAULT_USER: Final = "root"
-"""User of requests that do not name one (the SDKs omit it from envd 0.4.0 on)."""
 _TIMEOUT_S: Final = 30.0
 _HOME_SCRIPT: Final = 'printf %s "$HOME"; [ -d "$HOME" ]'
 MAX_PATH_BYTES: Final = 4095
@@ -59,15 +57,17 @@ class Account:
 
 
 class Accounts:
-    """Cache of the users of one sandbox."""
+    """Cache of the users of one sandbox. `default` is the user of requests that name none (the SDKs omit it from envd
+    0.4.0 on)."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, default: str) -> None:
         self._sandbox = sandbox
+        self._default = default
         self._known: dict[str, Account] = {}
 
     async def find(self, name: str) -> Account:
         """Look up a user. Raises RpcError (the user is unknown), SandboxError."""
-        name = name or DEFAULT_USER
+        name = name or self._default
         if (known := self._known.get(name)) is not None:
             return known
         result = await self._sandbox.exec(_HOME_SCRIPT, user=name, cwd="/", timeout_s=_TIMEOUT_S)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import Feature, Guest, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
 from headrace.serve.e2b_sandboxes.bodies import NewSandbox, digest
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
@@ -42,6 +42,11 @@ LEASE_MARGIN_S: Final = 60.0
 PAUSED_LEASE_S: Final = 7 * 24 * 3600.0
 """Lease of a paused sandbox, which is not renewed."""
 _QUOTA_RETRY_S: Final = 1.0
+NO_SUDO: Final = "headrace_sudo"
+"""Metadata key: with the value `no`, the sandbox has no `sudo`."""
+_USER: Final = "user"
+_FILES: Final = "/run/e2b"
+"""Folder of the files with the values of `Row.base_env`."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +67,11 @@ class Backend(Protocol):
 class Sandboxes:
     """All sandboxes of one server."""
 
-    def __init__(self, backend: Backend, table: SandboxTable, images: ImageMap, tasks: ServerTasks) -> None:
+    def __init__(
+        self, backend: Backend, table: SandboxTable, images: ImageMap, tasks: ServerTasks, *, sudo: bool = True
+    ) -> None:
         self.backend = backend
+        self._sudo = sudo
         self.table = table
         self.tasks = tasks
         self._images = images
@@ -135,6 +143,9 @@ class Sandboxes:
             message = f"key {owner.name!r} has reached its limit of {owner.max_sandboxes} concurrent sandboxes"
             raise ApiError(429, message, retry_after_s=_QUOTA_RETRY_S)
         row = _new_row(owner, order, image, timeout_s, client_key, request_digest)
+        if Feature.GUEST in self.backend.features:
+            sudo = self._sudo and order.metadata.get(NO_SUDO) != "no"
+            row = replace(row, default_user=_USER, guest=True, sudo=sudo)
         boot = self._booting[row.id] = _Boot(row)
         if not client_key:
             # In the request's own task: a client that disconnects cancels the boot, which then leaves nothing.
@@ -292,9 +303,11 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
 
 def spec_of(row: Row) -> SandboxSpec:
     """Return the sandbox specification for the provider."""
+    files = {f"{_FILES}/.{name}": value for name, value in row.base_env.items()}
     return SandboxSpec(
         image=row.image,
         ttl_s=row.timeout_s + LEASE_MARGIN_S,
         idempotency_key=row.boot_key,
         labels={ID_LABEL: row.id, OWNER_LABEL: row.owner},
+        guest=Guest(user=_USER, sudo=row.sudo, files=files) if row.guest else None,
     )

@@ -60,12 +60,22 @@ class Row:
     state: State = State.BOOTING
     ref: SandboxRef | None = None
     pause_at_end: bool = False
+    default_user: str = "root"
+    """User of requests that name none."""
+    guest: bool = False
+    """True if the sandbox has the account and the files that E2B's clients expect."""
+    sudo: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict, repr=False)
     client_key: str = ""
     """The client's Idempotency-Key."""
     request_digest: str = ""
     """Digest of the request body that came with the key."""
+
+    @property
+    def base_env(self) -> dict[str, str]:
+        """Variables of every command, which E2B's sandboxes have."""
+        return {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": self.id, "E2B_TEMPLATE_ID": self.template}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

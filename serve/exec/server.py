@@ -87,6 +87,8 @@ class ServeOptions:
     keys: Path | None = None
     state: Path | None = None
     keep_sandboxes: bool = False
+    sudo: bool = True
+    """Let the users of E2B sandboxes run commands as root with `sudo`."""
     apis: str = "e2b,exec,dropin"
     """APIs to serve, separated by commas."""
     lease_s: float = 900.0
@@ -120,6 +122,7 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
         images=load_images(options.image_map, options.metadata_image_key),
         state_folder=options.state,
         keep_sandboxes=options.keep_sandboxes,
+        sudo=options.sudo,
     )
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -272,8 +272,8 @@ async def test_invalid_calls_return_connect_error_codes(
 async def test_dots_in_paths_are_resolved_inside_the_sandbox(box: Any) -> None:
     _, answer, _ = await box.rpc("filesystem.Filesystem/Stat", {"path": "/tmp/../../../etc/passwd"})
     assert answer["entry"]["type"] == "FILE_TYPE_FILE"
-    assert (await box.files("POST", "../up", b"x"))[0] == 200
-    assert (await box.files("GET", "/up"))[1] == b"x"
+    assert (await box.files("POST", "../../tmp/up", b"x"))[0] == 200
+    assert (await box.files("GET", "/tmp/up"))[1] == b"x"
 
 
 async def test_files_may_have_any_modification_time(box: Any) -> None:
@@ -314,12 +314,12 @@ async def test_an_invalid_start_ends_its_stream_with_an_error(box: Any) -> None:
 
 
 async def test_users_are_selected_as_envd_selects_them(box: Any) -> None:
-    agent = base64.b64encode(b"agent:").decode()
-    assert (await box.run("id -un", Authorization=f"Basic {agent}"))[0] == b"agent\n"
-    assert (await box.run("id -un"))[0] == b"root\n"
+    other = base64.b64encode(b"nobody:").decode()
+    assert (await box.run("id -un", Authorization=f"Basic {other}"))[0] == b"nobody\n"
+    assert (await box.run("id -un"))[0] == b"user\n"
     nobody = base64.b64encode(b"nobody-such:").decode()
     assert (await box.run("id -un", Authorization=f"Basic {nobody}"))[1]["error"]["code"] == "unauthenticated"
-    reply = await box.rpc("filesystem.Filesystem/MakeDir", {"path": "/root/x"}, Authorization=f"Basic {agent}")
+    reply = await box.rpc("filesystem.Filesystem/MakeDir", {"path": "/root/x"}, Authorization=f"Basic {other}")
     assert (reply[0], reply[1]["code"]) == (403, "permission_denied")
     reply = await box.rpc("filesystem.Filesystem/Stat", {"path": "/"}, Authorization="Basic ä")
     assert reply[0] == 401
@@ -428,3 +428,11 @@ async def test_without_keys_the_server_binds_to_loopback_only(local: LocalProvid
         with pytest.raises(SpecRefused, match="listen"):
             async with E2bServer(local, ServerSettings(port=int(server.url.rpartition(":")[2]))):
                 pass
+
+
+async def test_commands_know_their_sandbox_and_become_root_unless_forbidden(alice: Any, box: Any) -> None:
+    said = (await box.run('cat /run/e2b/.E2B_SANDBOX_ID; echo " $E2B_SANDBOX_ID $E2B_SANDBOX $E2B_TEMPLATE_ID"'))[0]
+    assert said.decode().split() == [box.id, box.id, "true", "base"]
+    assert (await box.run("sudo id -u"))[0] == b"0\n"
+    strict = await alice.create(metadata={"headrace_sudo": "no"})
+    assert (await strict.run("sudo id -u 2>&1"))[0] == b"sudo: refused by the policy of this sandbox\n"

@@ -202,8 +202,8 @@ import os, signal
 os.fork()
 print("ready", flush=True)
 while True:
-    with open("/proc/loadavg") as file:
-        last = int(file.read().split()[-1])
+    with open("/proc/sys/kernel/ns_last_pid") as file:
+        last = int(file.read())
     for pid in range(last, last + 8):
         try:
             os.kill(pid, signal.SIGSTOP)
