@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NewType, NoReturn, Protocol, runtime_ch
 from headrace.sandboxes.errors import Unsupported
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
@@ -59,6 +60,8 @@ class Feature(StrEnum):
     """`SandboxSpec.folders`."""
     GUEST = "guest"
     """`SandboxSpec.guest`."""
+    PORTS = "ports"
+    """`Sandbox.tcp_socket`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,6 +413,11 @@ class Sandbox(ABC):
         HTTP requests for URL paths below `prefix` are forwarded; all others get 403. Raises SpecRefused (the port is in
         use)."""
         self._refuse(f"expose port {port} for {target.host}:{target.port}{prefix}")
+
+    async def tcp_socket(self, *, ipv6: bool = False) -> socket.socket:
+        """Return a TCP socket in the sandbox's network, not connected yet. Its holder connects it to a port on which a
+        program inside listens (127.0.0.1 or ::1), and closes it."""
+        self._refuse("connect to a port")
 
     async def usage(self) -> SandboxUsage:
         """Return the current resource usage."""

@@ -513,6 +513,9 @@ def serve_sandboxes(
         bool,
         typer.Option("--keep-sandboxes", help="Keep sandboxes at shutdown for the next server with the same --state."),
     ] = False,
+    domain: Annotated[
+        str, typer.Option(help="Domain of the host names of ports; by default localhost with the port of this server.")
+    ] = "",
     sudo: Annotated[
         bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
     ] = True,
@@ -544,6 +547,7 @@ def serve_sandboxes(
         keys=keys,
         state=state,
         keep_sandboxes=keep_sandboxes,
+        domain=domain,
         sudo=sudo,
         apis=api,
         lease_s=lease_s,

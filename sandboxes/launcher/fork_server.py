@@ -63,6 +63,7 @@ class ForkServer:
             "run": self._commands.forward,
             "signal": self._commands.signal,
             "listen": self._commands.forward,
+            "socket": self._commands.forward,
             "read": self._commands.forward,
             "write": self._commands.forward,
             "cancel": self._commands.cancel,

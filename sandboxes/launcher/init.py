@@ -49,6 +49,7 @@ _NAMESPACES: Final = (
     | syscalls.CLONE_NEWCGROUP
 )
 _BACKLOG: Final = 128
+_SOCKET_BYTES: Final = 128 << 10
 _OOM_SCORE: Final = b"500"
 RESERVED_PROCESSES: Final = host_limits.RESERVED_PROCESSES - 1
 """Processes allowed above one user's limit, so that a user who has reached it can still run commands to clean up."""
@@ -226,6 +227,10 @@ class _Init:
                 case "paused":
                     for running in self._running.values():
                         running.deadline += float(message["seconds"])
+                case "socket":
+                    # It stays in this network wherever it is connected from.
+                    family = socket.AF_INET6 if message["ipv6"] is True else socket.AF_INET
+                    self._give_socket(int(message["tag"]), family)
                 case "listen":
                     # A listener on the sandbox's own loopback: the process that accepts from it need not be inside.
                     tag, port = int(message["tag"]), int(message["port"])
@@ -251,6 +256,16 @@ class _Init:
                 case _:
                     self._start(message, descriptors)
             close_all(descriptors)
+
+    def _give_socket(self, tag: int, family: socket.AddressFamily) -> None:
+        try:
+            made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            self._channel.send({"tag": tag, "error": "BootFailed", "message": f"no socket: {error}"})
+        else:
+            # What waits in it is memory of the sandbox that no command owns.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+            self._channel.send({"tag": tag}, (made.detach(),))
 
     def _start(self, message: dict[str, Any], descriptors: list[int]) -> None:
         tag = int(message["tag"])

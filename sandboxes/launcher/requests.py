@@ -32,6 +32,8 @@ _MOST: Final = 1 << 62
 _MAX_LABEL_BYTES: Final = 8192
 """Limit on the key and labels together, because the list of all sandboxes must fit in one message."""
 _PORTS: Final = 1 << 16
+_WITHOUT_STREAMS: Final = ("listen", "socket")
+"""Operations of the first process that start no command."""
 _USER: Final = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 
@@ -94,8 +96,8 @@ def guest_of(message: Message) -> Guest | None:
 
 def check_for_init(message: Message) -> None:
     """Check the numbers that are passed to a sandbox's first process, which trusts them. Raises RequestRefused."""
-    if message["op"] == "listen":
-        port = message["port"]
+    if message["op"] in _WITHOUT_STREAMS:
+        port = message.get("port", 0)
         if not isinstance(port, int) or not 0 <= port < _PORTS:
             raise _refusal("port", port, "must be a port number, 0 to 65535")
         return
@@ -152,7 +154,7 @@ class CommandRequests:
         """Pass a request on to the first process of the sandbox, which runs it."""
         if sandbox.state != "running" or sandbox.control is None:
             raise RequestRefused("SandboxGone", f"sandbox {sandbox.id} can run no more commands: it is {sandbox.state}")
-        if len(descriptors) != (0 if message["op"] == "listen" else 3):
+        if len(descriptors) != (0 if message["op"] in _WITHOUT_STREAMS else 3):
             raise RequestRefused("SpecRefused", "a command needs three descriptors: standard input, output and error")
         requests.check_for_init(message)
         self._last_tag += 1

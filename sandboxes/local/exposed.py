@@ -49,6 +49,9 @@ _NOT_FORWARDED: Final = frozenset(
     )
 )
 
+_NOT_ADDED: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that aiohttp would add to a request that lacks them."""
+
 # aiohttp logs a traceback for each malformed request: the sandbox would fill the host's disk with them.
 _clients_log = logging.getLogger(f"{__name__}.clients")
 _clients_log.setLevel(logging.CRITICAL)
@@ -120,30 +123,40 @@ class _Relay:
         if not is_below(request.raw_path, self._prefix):
             return web.Response(status=403, text="this path is not accessible from the sandbox\n")
         try:
-            async with self._session.request(
-                request.method,
-                URL(self._base + request.raw_path, encoded=True),
-                headers=_forwarded(request.headers),
-                data=request.content.iter_chunked(_CHUNK_BYTES) if request.body_exists else None,
-                allow_redirects=False,
-            ) as answer:
-                headers = _forwarded(answer.headers)
-                response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
-                await response.prepare(request)
-                try:
-                    async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
-                        await response.write(chunk)
-                except aiohttp.ClientError:
-                    # The service broke off. Abort this response too, without the end that would make it look complete.
-                    if request.transport is not None:
-                        request.transport.abort()
-                    return response
-                await response.write_eof()
-                return response
+            return await forward(
+                request, self._session, URL(self._base + request.raw_path, encoded=True), forwarded(request.headers)
+            )
         except aiohttp.ClientConnectionError as error:
             return web.Response(status=502, text=f"the service does not answer: {type(error).__name__}\n")
 
 
-def _forwarded(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+async def forward(
+    request: web.BaseRequest, session: aiohttp.ClientSession, url: URL, headers: CIMultiDict[str]
+) -> web.StreamResponse:
+    """Pass a request on to `url` and stream the answer back. If the service breaks off, so does the answer, without an
+    end that would make it look complete. Raises aiohttp.ClientConnectionError before anything has been sent."""
+    async with session.request(
+        request.method,
+        url,
+        headers=headers,
+        data=request.content.iter_chunked(_CHUNK_BYTES) if request.body_exists else None,
+        allow_redirects=False,
+        skip_auto_headers=_NOT_ADDED,
+    ) as answer:
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=forwarded(answer.headers))
+        await response.prepare(request)
+        try:
+            async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+                await response.write(chunk)
+        except aiohttp.ClientError:
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write_eof()
+        return response
+
+
+def forwarded(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return the headers that are not about a single connection."""
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     return CIMultiDict(pair for pair in headers.items() if pair[0].lower() not in _NOT_FORWARDED | named)

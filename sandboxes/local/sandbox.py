@@ -213,6 +213,11 @@ class LocalSandbox(Sandbox):
             async with relay(listener, target, prefix):
                 yield
 
+    async def tcp_socket(self, *, ipv6: bool = False) -> socket.socket:
+        """See `Sandbox.tcp_socket`."""
+        answer = await self._request({"op": "socket", "ipv6": ipv6})
+        return socket.socket(fileno=answer["descriptors"][0])
+
     async def snapshot(self) -> ImageRef:
         """See `Sandbox.snapshot`. The image is kept in memory until `drop_image`, or until its launcher dies."""
         return ImageRef((await self._request({"op": "snapshot"}))["image"])

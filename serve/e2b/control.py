@@ -134,7 +134,7 @@ def _place(row: Row) -> tuple[float, str]:
     return row.started_at, row.id
 
 
-def created(row: Row) -> dict[str, Any]:
+def created(row: Row, domain: str) -> dict[str, Any]:
     """Return the response to create, connect and resume, with the access token."""
     return {
         "templateID": row.template,
@@ -142,7 +142,8 @@ def created(row: Row) -> dict[str, Any]:
         "clientID": _CLIENT_ID,
         "envdVersion": ENVD_VERSION,
         "envdAccessToken": row.access_token,
-        "domain": None,
+        "trafficAccessToken": row.traffic_token if row.secure else None,
+        "domain": domain,
     }
 
 
@@ -163,10 +164,10 @@ def listed(row: Row) -> dict[str, Any]:
     }
 
 
-def detail(row: Row) -> dict[str, Any]:
+def detail(row: Row, domain: str) -> dict[str, Any]:
     """Return one sandbox with its lifecycle and access token."""
     lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
-    return {**listed(row), "envdAccessToken": row.access_token, "domain": None, "lifecycle": lifecycle}
+    return {**listed(row), "envdAccessToken": row.access_token, "domain": domain, "lifecycle": lifecycle}
 
 
 class ControlPlane:
@@ -199,7 +200,7 @@ class ControlPlane:
             if value:
                 raise unsupported(name)
         row = await self._sandboxes.create(owner, order, key, _TIMEOUT_S[request.path])
-        return web.json_response(created(row), status=201)
+        return web.json_response(created(row, self._sandboxes.domain), status=201)
 
     async def _list_running(self, request: web.Request, owner: Owner) -> web.Response:
         await self._sandboxes.forget_lost()
@@ -216,7 +217,7 @@ class ControlPlane:
         return web.json_response([listed(row) for row in rows], headers=headers)
 
     async def _get(self, request: web.Request, live: LiveSandbox) -> web.Response:
-        return web.json_response(detail(live.row))
+        return web.json_response(detail(live.row, self._sandboxes.domain))
 
     async def _delete(self, request: web.Request, live: LiveSandbox) -> web.Response:
         await self._sandboxes.kill(live)
@@ -228,7 +229,7 @@ class ControlPlane:
         resumed = await self._finish(self._sandboxes.resume(live, timeout_s))
         if not resumed:
             await self._finish(self._sandboxes.set_timeout(live, timeout_s, only_longer=True))
-        return web.json_response(created(live.row), status=201 if resumed else 200)
+        return web.json_response(created(live.row, self._sandboxes.domain), status=201 if resumed else 200)
 
     async def _set_timeout(self, request: web.Request, live: LiveSandbox) -> web.Response:
         body = await read_body(request, Timeout)
@@ -252,7 +253,7 @@ class ControlPlane:
         timeout_s = float(_RESUME_TIMEOUT_S if body.timeout is None else body.timeout)
         if not await self._finish(self._sandboxes.resume(live, timeout_s)):
             raise ApiError(409, f"sandbox {live.row.id!r} is already running")
-        return web.json_response(created(live.row), status=201)
+        return web.json_response(created(live.row, self._sandboxes.domain), status=201)
 
     async def _finish(self, change: Coroutine[Any, Any, R]) -> R:
         """Complete a change that has been started, even if the client disconnects."""

@@ -14,7 +14,7 @@ import logging
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from aiohttp import web
 
@@ -26,6 +26,7 @@ from headrace.serve.e2b.envd import Access, Envd
 from headrace.serve.e2b.files import Files
 from headrace.serve.e2b.filesystem_service import FilesystemService, WatchService
 from headrace.serve.e2b.observation import Observation
+from headrace.serve.e2b.ports import Ports, check_domain
 from headrace.serve.e2b.process_service import ProcessService
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.images import ImageMap
@@ -59,6 +60,9 @@ class ServerSettings:
     """Folder that contains the table; None for a table in memory."""
     keep_sandboxes: bool = False
     """Keep the sandboxes alive at shutdown, for the next server that uses this folder."""
+    domain: str = ""
+    """Domain of the host names of ports, `<port>-<id>.<domain>`, with its port if it has one. The default is
+    `localhost:<port of this server>`, which browsers and many resolvers look up as this machine (RFC 6761)."""
     sudo: bool = True
     """Let the users of E2B sandboxes run commands as root with `sudo`."""
     serve_e2b: bool = True
@@ -101,8 +105,11 @@ class E2bServer:
             raise SpecRefused(f"--host {host}: must be an IP address or localhost") from error
         if self._settings.keys.open_to_anyone and not loopback:
             raise SpecRefused(f"--host {host} is not loopback: set a key file with --keys")
+        if self._settings.domain:
+            await check_domain(self._settings.domain)
         async with AsyncExitStack() as stack:
             tasks = ServerTasks()
+            sandboxes: Sandboxes | None = None
             routes = [route for part in self._parts for route in part.open(stack, tasks)]
             if self._settings.serve_e2b:
                 table = SandboxTable(self._settings.state_folder)
@@ -118,6 +125,8 @@ class E2bServer:
                 application = _bare_application()
             application.add_routes(routes)
             await self._listen(application, stack)
+            if sandboxes is not None:
+                sandboxes.domain = self._settings.domain or f"localhost:{self._port}"
             self._stack = stack.pop_all()
         return self
 
@@ -156,13 +165,13 @@ class E2bServer:
                 group.create_task(kill(live))
 
 
-def _bare_application() -> web.Application:
-    return web.Application(middlewares=[_json_errors], client_max_size=0)
+def _bare_application(*middlewares: Any) -> web.Application:
+    return web.Application(middlewares=[_json_errors, *middlewares], client_max_size=0)
 
 
 def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
     """Return an application with all routes, also for use in another program."""
-    application = _bare_application()
+    application = _bare_application(Ports(sandboxes).middleware)
     access, envd = Access(sandboxes, keys), Envd(sandboxes)
     application.add_routes(Observation(sandboxes).routes(access))
     application.add_routes(ControlPlane(sandboxes).routes(access))

@@ -53,6 +53,8 @@ class NewSandbox(_Body):
     auto_pause: Annotated[bool, Field(alias="autoPause", strict=True)] = False
     metadata: Texts = Field(default_factory=dict)
     env_vars: Annotated[Environment, Field(alias="envVars")] = Field(default_factory=dict)
+    secure: bool | None = None
+    network: dict[str, Any] | None = None
     volume_mounts: Annotated[list[Any] | None, Field(alias="volumeMounts")] = None
     mcp: dict[str, Any] | None = None
     iam: dict[str, Any] | None = None

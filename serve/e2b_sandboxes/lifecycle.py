@@ -71,6 +71,8 @@ class Sandboxes:
         self, backend: Backend, table: SandboxTable, images: ImageMap, tasks: ServerTasks, *, sudo: bool = True
     ) -> None:
         self.backend = backend
+        self.domain = ""
+        """Domain of the host names of ports."""
         self._sudo = sudo
         self.table = table
         self.tasks = tasks
@@ -298,6 +300,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
         env=dict(order.env_vars),
         client_key=client_key,
         request_digest=request_digest,
+        secure=bool(order.secure) or (order.network or {}).get("allowPublicTraffic") is False,
     )
 
 

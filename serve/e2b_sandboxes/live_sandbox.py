@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,9 +13,12 @@ import orjson
 
 from headrace.serve.e2b_sandboxes.bodies import timestamp
 from headrace.serve.e2b_sandboxes.entries import Accounts
+from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.processes import ProcessTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.table import Row
     from headrace.serve.e2b_sandboxes.watchers import Watcher
@@ -23,6 +27,8 @@ LEVEL: Final = "info"
 LOGGER: Final = "process"
 """Name of a logger that `e2b sandbox logs` shows by default."""
 _KEPT_EVENTS: Final = 256
+MAX_PORT_REQUESTS: Final = 64
+_RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class LiveSandbox:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_KEPT_EVENTS))
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     cpu: CpuSample | None = None
+    port_requests: int = 0
+    """Running requests to ports inside the sandbox."""
     ending: bool = False
     """True while the sandbox is being killed; clients see it as dead."""
 
@@ -70,6 +78,18 @@ class LiveSandbox:
         """Replace the provider's sandbox with another one, which clients see as the same sandbox."""
         self.handle = handle
         self.accounts = Accounts(handle, self.row.default_user)
+
+    @contextmanager
+    def port_request(self) -> Iterator[None]:
+        """Count a request to a port while it runs. Raises ApiError 429 when there are too many."""
+        if self.port_requests >= MAX_PORT_REQUESTS:
+            message = f"{MAX_PORT_REQUESTS} requests to ports of this sandbox are running"
+            raise ApiError(429, message, retry_after_s=_RETRY_S)
+        self.port_requests += 1
+        try:
+            yield
+        finally:
+            self.port_requests -= 1
 
     def note(self, message: str) -> None:
         self.events.append(Event(at=time.time(), message=message))

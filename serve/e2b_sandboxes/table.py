@@ -12,6 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -65,12 +67,19 @@ class Row:
     guest: bool = False
     """True if the sandbox has the account and the files that E2B's clients expect."""
     sudo: bool = False
+    secure: bool = False
+    """True if the sandbox's ports need one of its secrets."""
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict, repr=False)
     client_key: str = ""
     """The client's Idempotency-Key."""
     request_digest: str = ""
     """Digest of the request body that came with the key."""
+
+    @property
+    def traffic_token(self) -> str:
+        """The secret for the sandbox's ports; it gives no access to envd."""
+        return hmac.new(self.access_token.encode(), b"ports", hashlib.sha256).hexdigest()
 
     @property
     def base_env(self) -> dict[str, str]:

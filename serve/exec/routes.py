@@ -98,7 +98,7 @@ class ExecApi:
 
     async def _features(self, request: web.Request, owner: Owner) -> Any:
         # Remote clients must not name folders of this host.
-        features = self._registry.provider.features - {Feature.FOLDERS, Feature.GUEST}
+        features = self._registry.provider.features - {Feature.FOLDERS, Feature.GUEST, Feature.PORTS}
         return {"features": sorted(feature.value for feature in features)}
 
     async def _images(self, request: web.Request, owner: Owner) -> Any:

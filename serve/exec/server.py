@@ -87,6 +87,8 @@ class ServeOptions:
     keys: Path | None = None
     state: Path | None = None
     keep_sandboxes: bool = False
+    domain: str = ""
+    """Domain of the host names of ports; see `ServerSettings.domain`."""
     sudo: bool = True
     """Let the users of E2B sandboxes run commands as root with `sudo`."""
     apis: str = "e2b,exec,dropin"
@@ -122,6 +124,7 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
         images=load_images(options.image_map, options.metadata_image_key),
         state_folder=options.state,
         keep_sandboxes=options.keep_sandboxes,
+        domain=options.domain,
         sudo=options.sudo,
     )
     stopped = asyncio.Event()

@@ -137,7 +137,7 @@ async def test_a_sandbox_that_died_on_its_own_is_reported_as_gone(
 async def test_sandboxes_and_their_timeouts_survive_a_restart(
     local: LocalProvider, tmp_path: Path, wire: Callable[..., Any]
 ) -> None:
-    settings = ServerSettings(state_folder=tmp_path / "state", keep_sandboxes=True)
+    settings = ServerSettings(state_folder=tmp_path / "state", keep_sandboxes=True, domain="localhost:8900")
     async with E2bServer(local, settings) as server:
         client = wire(server.url)
         box = await client.create(timeout=100, metadata={"a": "1"}, envVars={"A": "kept"})
