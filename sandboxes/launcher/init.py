@@ -229,20 +229,10 @@ class _Init:
                         running.deadline += float(message["seconds"])
                 case "socket":
                     # It stays in this network wherever it is connected from.
-                    family = socket.AF_INET6 if message["ipv6"] is True else socket.AF_INET
-                    self._give_socket(int(message["tag"]), family)
+                    self._give_socket(message, socket.AF_INET6 if message["ipv6"] is True else socket.AF_INET, None)
                 case "listen":
                     # A listener on the sandbox's own loopback: the process that accepts from it need not be inside.
-                    tag, port = int(message["tag"]), int(message["port"])
-                    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                    try:
-                        listener.bind(("127.0.0.1", port))
-                        listener.listen(_BACKLOG)
-                    except (OSError, OverflowError) as error:
-                        listener.close()
-                        self._channel.send({"tag": tag, "error": "SpecRefused", "message": f"port {port}: {error}"})
-                    else:
-                        self._channel.send({"tag": tag}, (listener.detach(),))
+                    self._give_socket(message, socket.AF_INET, int(message["port"]))
                 case "lent":
                     assert self._sudo is not None
                     self._sudo.lend(message, descriptors)
@@ -257,14 +247,23 @@ class _Init:
                     self._start(message, descriptors)
             close_all(descriptors)
 
-    def _give_socket(self, tag: int, family: socket.AddressFamily) -> None:
+    def _give_socket(self, message: Message, family: socket.AddressFamily, port: int | None) -> None:
+        """Answer with a TCP socket of this network: a listener on `port`, or one that its receiver connects."""
+        tag = int(message["tag"])
+        made = None
         try:
-            made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            self._channel.send({"tag": tag, "error": "BootFailed", "message": f"no socket: {error}"})
+            made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            if port is None:
+                # What waits in it is memory of the sandbox that no command owns.
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+            else:
+                made.bind(("127.0.0.1", port))
+                made.listen(_BACKLOG)
+        except (OSError, OverflowError) as error:
+            if made is not None:
+                made.close()
+            self._channel.send({"tag": tag, "error": "SpecRefused", "message": f"port {port}: {error}"})
         else:
-            # What waits in it is memory of the sandbox that no command owns.
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
             self._channel.send({"tag": tag}, (made.detach(),))
 
     def _start(self, message: dict[str, Any], descriptors: list[int]) -> None:

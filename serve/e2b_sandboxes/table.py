@@ -116,7 +116,14 @@ class SandboxTable:
         self._database.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
 
     def rows(self) -> list[Row]:
-        return [_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM sandboxes ORDER BY id")]
+        """Return all rows, by id."""
+        rows = []
+        for (blob,) in self._database.execute("SELECT row FROM sandboxes ORDER BY id"):
+            document = orjson.loads(blob)
+            if (ref := document["ref"]) is not None:
+                document["ref"] = SandboxRef(**{**ref, "id": SandboxId(ref["id"])})
+            rows.append(Row(**{**document, "state": State(document["state"])}))
+        return rows
 
     def put_snapshot(self, snapshot: Snapshot) -> None:
         values = (snapshot.id, orjson.dumps(asdict(snapshot)))
@@ -133,14 +140,6 @@ class SandboxTable:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _row(document: dict[str, Any]) -> Row:
-    ref = document.pop("ref")
-    document["state"] = State(document["state"])
-    if ref is not None:
-        ref = SandboxRef(**{**ref, "id": SandboxId(ref["id"])})
-    return Row(**document, ref=ref)
 
 
 class ServerDatabase:
