@@ -493,44 +493,57 @@ def serve_gateway(
     serve_gateway(options, lambda url: _announce(url, json))
 
 
+ImageMapFile = Annotated[
+    Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
+]
+KeysFile = Annotated[
+    Path | None, typer.Option(help="File of API keys, one `name:key[:max_sandboxes[:ceilings]]` per line.")
+]
+StateFolder = Annotated[
+    Path | None, typer.Option(help="Folder for the sandbox table; by default it is kept in memory.")
+]
+HostUrls = Annotated[
+    list[str] | None,
+    typer.Option(help="URL of an exec server whose sandboxes are served instead of local ones; may be repeated."),
+]
+HostKey = Annotated[Path | None, typer.Option(help="File with the key of the exec servers given by --host-url.")]
+PortDomain = Annotated[
+    str, typer.Option(help="Domain of the host names of ports; by default localhost with the port of this server.")
+]
+
+
 @sandbox_app.command("serve")
 def serve_sandboxes(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
     host: Annotated[
         str, typer.Option(help="Address to bind; any address other than loopback requires --keys.")
     ] = "127.0.0.1",
-    image_map: Annotated[
-        Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
-    ] = None,
+    image_map: ImageMapFile = None,
     metadata_image_key: Annotated[str, typer.Option(help="Metadata key of create requests that names the image.")] = "",
-    keys: Annotated[
-        Path | None, typer.Option(help="File of API keys, one `name:key[:max_sandboxes]` per line.")
-    ] = None,
-    state: Annotated[
-        Path | None, typer.Option(help="Folder for the sandbox table; by default it is kept in memory.")
-    ] = None,
+    keys: KeysFile = None,
+    state: StateFolder = None,
     keep_sandboxes: Annotated[
         bool,
         typer.Option("--keep-sandboxes", help="Keep sandboxes at shutdown for the next server with the same --state."),
     ] = False,
-    domain: Annotated[
-        str, typer.Option(help="Domain of the host names of ports; by default localhost with the port of this server.")
-    ] = "",
+    domain: PortDomain = "",
     sudo: Annotated[
         bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
     ] = True,
-    provider: Annotated[str, typer.Option(help="Provider that runs the sandboxes: local.")] = "local",
+    provider: Annotated[str, typer.Option(help="Provider that runs the sandboxes: local or oci.")] = "local",
+    max_sandboxes: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of sandboxes, alive or frozen.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Memory of a sandbox, such as 2G.")] = "",
+    disk: Annotated[str, typer.Option(help="Size of a sandbox's file layer, such as 1G.")] = "",
+    processes: Annotated[int | None, typer.Option(min=8, help="Maximum number of processes of a user in it.")] = None,
+    files: Annotated[int | None, typer.Option(min=64, help="Maximum number of open files of a process in it.")] = None,
     api: Annotated[
         str, typer.Option(help="APIs to serve, separated by commas: e2b, exec, dropin.")
     ] = "e2b,exec,dropin",
     lease_s: Annotated[float, typer.Option(help="Seconds after which an unused drop-in container is removed.")] = 900,
-    host_url: Annotated[
-        list[str] | None,
-        typer.Option(help="URL of an exec server whose sandboxes are served instead of local ones; may be repeated."),
-    ] = None,
-    host_key: Annotated[
-        Path | None, typer.Option(help="File with the key of the exec servers given by --host-url.")
-    ] = None,
+    host_url: HostUrls = None,
+    host_key: HostKey = None,
     json: Json = None,
 ) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
@@ -542,6 +555,11 @@ def serve_sandboxes(
         host=host,
         port=port,
         provider=provider,
+        max_sandboxes=max_sandboxes,
+        memory=memory,
+        disk=disk,
+        processes=processes,
+        files=files,
         image_map=image_map,
         metadata_image_key=metadata_image_key,
         keys=keys,

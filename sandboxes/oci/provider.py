@@ -66,6 +66,8 @@ class OciSandboxConfig(BaseModel):
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of a sandbox's file layer in memory, unless its spec has `disk_bytes`; further writes fail with ENOSPC. The
     layer counts towards the sandbox's memory."""
+    memory_bytes: int | None = Field(default=None, ge=16 << 20)
+    """Memory limit of a sandbox, including its file layer, unless its spec has `memory_bytes`; None for no limit."""
     pids: int = Field(default=512, ge=8)
     """Maximum number of processes in a sandbox, unless its spec has `pids`."""
     open_files: int = Field(default=4096, ge=64)
@@ -246,7 +248,7 @@ class OciProvider:
             base_id=state.base_id,
             limits=Limits(
                 cpus=spec.cpu,
-                memory_bytes=spec.memory_bytes,
+                memory_bytes=spec.memory_bytes or self._config.memory_bytes,
                 pids=spec.pids or self._config.pids,
                 open_files=self._config.open_files,
             ),

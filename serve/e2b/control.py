@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import os
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -23,6 +24,7 @@ from headrace.serve.e2b_sandboxes.bodies import (
     timestamp,
 )
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
+from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.table import Row, State
 
 if TYPE_CHECKING:
@@ -147,27 +149,24 @@ def created(row: Row, domain: str) -> dict[str, Any]:
     }
 
 
-def listed(row: Row) -> dict[str, Any]:
-    """Return a row for a list response. The sizes are 0, because the provider's own limits apply."""
+def listed(row: Row, defaults: SandboxLimits) -> dict[str, Any]:
+    """Return a row for a list response. Sizes are those of the sandbox's limits, and 0 where it has none; without a
+    limit of its own, a sandbox may use all processors."""
+    own = SandboxLimits(memory_bytes=row.memory_bytes, disk_bytes=row.disk_bytes)
+    limits = defaults.lowered_by(own)
     return {
         "templateID": row.template,
         "sandboxID": row.id,
         "clientID": _CLIENT_ID,
         "startedAt": timestamp(row.started_at),
         "endAt": timestamp(row.end_at),
-        "cpuCount": 0,
-        "memoryMB": 0,
-        "diskSizeMB": 0,
+        "cpuCount": os.cpu_count() or 1,
+        "memoryMB": (limits.memory_bytes or 0) >> 20,
+        "diskSizeMB": (limits.disk_bytes or 0) >> 20,
         "state": row.state.value,
         "envdVersion": ENVD_VERSION,
         "metadata": row.metadata,
     }
-
-
-def detail(row: Row, domain: str) -> dict[str, Any]:
-    """Return one sandbox with its lifecycle and access token."""
-    lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
-    return {**listed(row), "envdAccessToken": row.access_token, "domain": domain, "lifecycle": lifecycle}
 
 
 class ControlPlane:
@@ -207,17 +206,20 @@ class ControlPlane:
         query = parse_query({"metadata": request.query.get("metadata", ""), "state": "running"})
         everything = replace(query, limit=max(1, len(self._sandboxes.rows(owner))))
         rows, _ = page(self._sandboxes.rows(owner), everything)
-        return web.json_response([listed(row) for row in rows])
+        return web.json_response([listed(row, self._sandboxes.defaults) for row in rows])
 
     async def _list(self, request: web.Request, owner: Owner) -> web.Response:
         query = parse_query(request.query)
         await self._sandboxes.forget_lost()
         rows, token = page(self._sandboxes.rows(owner), query)
         headers = {"x-next-token": token} if token else {}
-        return web.json_response([listed(row) for row in rows], headers=headers)
+        return web.json_response([listed(row, self._sandboxes.defaults) for row in rows], headers=headers)
 
     async def _get(self, request: web.Request, live: LiveSandbox) -> web.Response:
-        return web.json_response(detail(live.row, self._sandboxes.domain))
+        row = live.row
+        lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
+        more = {"envdAccessToken": row.access_token, "domain": self._sandboxes.domain, "lifecycle": lifecycle}
+        return web.json_response({**listed(row, self._sandboxes.defaults), **more})
 
     async def _delete(self, request: web.Request, live: LiveSandbox) -> web.Response:
         await self._sandboxes.kill(live)
@@ -225,7 +227,7 @@ class ControlPlane:
 
     async def _connect(self, request: web.Request, live: LiveSandbox) -> web.Response:
         body = await read_body(request, Connect)
-        timeout_s = float(_CONNECT_TIMEOUT_S if body.timeout is None else body.timeout)
+        timeout_s = live.time_to_keep(body.timeout, _CONNECT_TIMEOUT_S)
         resumed = await self._finish(self._sandboxes.resume(live, timeout_s))
         if not resumed:
             await self._finish(self._sandboxes.set_timeout(live, timeout_s, only_longer=True))
@@ -233,12 +235,13 @@ class ControlPlane:
 
     async def _set_timeout(self, request: web.Request, live: LiveSandbox) -> web.Response:
         body = await read_body(request, Timeout)
-        await self._finish(self._sandboxes.set_timeout(live, float(body.timeout)))
+        await self._finish(self._sandboxes.set_timeout(live, live.time_to_keep(body.timeout, 0)))
         return web.Response(status=204)
 
     async def _refresh(self, request: web.Request, live: LiveSandbox) -> web.Response:
         body = await read_body(request, Refresh)
-        await self._finish(self._sandboxes.set_timeout(live, float(body.duration), only_longer=True))
+        timeout_s = live.time_to_keep(body.duration, 0)
+        await self._finish(self._sandboxes.set_timeout(live, timeout_s, only_longer=True))
         return web.Response(status=204)
 
     async def _pause(self, request: web.Request, live: LiveSandbox) -> web.Response:
@@ -250,7 +253,7 @@ class ControlPlane:
 
     async def _resume(self, request: web.Request, live: LiveSandbox) -> web.Response:
         body = await read_body(request, Connect)
-        timeout_s = float(_RESUME_TIMEOUT_S if body.timeout is None else body.timeout)
+        timeout_s = live.time_to_keep(body.timeout, _RESUME_TIMEOUT_S)
         if not await self._finish(self._sandboxes.resume(live, timeout_s)):
             raise ApiError(409, f"sandbox {live.row.id!r} is already running")
         return web.json_response(created(live.row, self._sandboxes.domain), status=201)

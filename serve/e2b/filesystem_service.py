@@ -16,7 +16,13 @@ from aiohttp import web
 from headrace.serve.e2b.connect_protocol import Message, ResponseStream, read_single
 from headrace.serve.e2b_sandboxes.entries import FORMAT, parse_entries
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
-from headrace.serve.e2b_sandboxes.watchers import Watcher, start_scans
+from headrace.serve.e2b_sandboxes.watchers import (
+    SANDBOX_SCAN_BYTES,
+    SERVER_SCAN_BYTES,
+    ScanBudget,
+    Watcher,
+    start_scans,
+)
 
 if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
@@ -157,6 +163,7 @@ class WatchService:
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
+        self._budget = ScanBudget(SERVER_SCAN_BYTES)
 
     def routes(self, envd: Envd) -> list[web.RouteDef]:
         base = "/filesystem.Filesystem"
@@ -178,7 +185,9 @@ class WatchService:
         recursive = message.get("recursive") is True
         process = await start_scans(call.live.handle, await call.account(), path, recursive=recursive)
         with_entry = message.get("includeEntry") is True
-        watcher = Watcher(process, path, call.live.row.id, with_entry=with_entry)
+        if call.live.scans is None:
+            call.live.scans = ScanBudget(SANDBOX_SCAN_BYTES, self._budget)
+        watcher = Watcher(process, path, call.live.row.id, call.live.scans, with_entry=with_entry)
         task = self._tasks.start(watcher.run())
         call.live.watching.add(task)
         task.add_done_callback(call.live.watching.discard)
@@ -187,6 +196,8 @@ class WatchService:
         except BaseException:
             task.cancel()
             raise
+        if watcher.failure is not None:
+            raise watcher.failure
         return watcher, task
 
     async def _watch(self, call: Call, stream: ResponseStream) -> None:

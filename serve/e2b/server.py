@@ -32,6 +32,7 @@ from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import ApiKeys
 from headrace.serve.e2b_sandboxes.lifecycle import Backend, Sandboxes
+from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.recovery import recover
 from headrace.serve.e2b_sandboxes.table import SandboxTable
 
@@ -60,6 +61,8 @@ class ServerSettings:
     """Folder that contains the table; None for a table in memory."""
     keep_sandboxes: bool = False
     """Keep the sandboxes alive at shutdown, for the next server that uses this folder."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """The provider's limits of a sandbox that asks for none, which lists show."""
     domain: str = ""
     """Domain of the host names of ports, `<port>-<id>.<domain>`, with its port if it has one. The default is
     `localhost:<port of this server>`, which browsers and many resolvers look up as this machine (RFC 6761)."""
@@ -115,7 +118,14 @@ class E2bServer:
                 table = SandboxTable(self._settings.state_folder)
                 stack.callback(table.close)
                 await stack.enter_async_context(tasks)
-                sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks, sudo=self._settings.sudo)
+                sandboxes = Sandboxes(
+                    self._backend,
+                    table,
+                    self._settings.images,
+                    tasks,
+                    sudo=self._settings.sudo,
+                    defaults=self._settings.limits,
+                )
                 await recover(sandboxes)
                 stack.push_async_callback(self._end_sandboxes, sandboxes)
                 tasks.start(sandboxes.run())

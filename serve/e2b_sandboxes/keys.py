@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
 from typing import Final
 
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.key_files import read_private
+from headrace.serve.e2b_sandboxes.limits import SandboxLimits, parse_ceilings
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -27,6 +28,8 @@ class Owner:
     name: str
     max_sandboxes: int | None = None
     """Maximum number of simultaneous sandboxes, including paused ones; None for no limit."""
+    ceilings: SandboxLimits = field(default_factory=SandboxLimits)
+    """Most that each of its sandboxes may have."""
 
 
 ANYONE: Final = Owner(name="anyone")
@@ -41,6 +44,11 @@ class ApiKeys:
     @property
     def open_to_anyone(self) -> bool:
         return self._owners is None
+
+    def named(self, name: str) -> Owner:
+        """Return the owner of that name; one that has left the file has no ceilings."""
+        owners = (self._owners or {}).values()
+        return next((owner for owner in owners if owner.name == name), ANYONE)
 
     def identify(self, key: str) -> Owner | None:
         """Return the owner of a key, or None if the key is missing or wrong."""
@@ -57,8 +65,9 @@ class ApiKeys:
 
 
 def load_keys(path: Path | None) -> ApiKeys:
-    """Read lines of the form `name:key[:max_sandboxes]`, where 64 hexadecimal digits instead of a key are its SHA-256.
-    Raises SpecRefused, and SecretRefused if other users can read the file."""
+    """Read lines of the form `name:key[:max_sandboxes[:ceilings]]`, where 64 hexadecimal digits instead of a key are
+    its SHA-256, max_sandboxes may be empty, and `parse_ceilings` reads the ceilings. Raises SpecRefused, and
+    SecretRefused if other users can read the file."""
     if path is None:
         return ApiKeys(None)
     text = read_private(path, "--keys")
@@ -66,15 +75,19 @@ def load_keys(path: Path | None) -> ApiKeys:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
             where, parts = f"--keys {path}, line {number}", line.strip().split(":")
-            if len(parts) not in (2, 3) or not _NAME.fullmatch(parts[0]) or not parts[1]:
-                raise SpecRefused(f"{where}: must be `name:key` or `name:key:max_sandboxes`")
-            if len(parts) == 3 and not (parts[2].isascii() and parts[2].isdigit()):
+            if not 2 <= len(parts) <= 4 or not _NAME.fullmatch(parts[0]) or not parts[1]:
+                raise SpecRefused(f"{where}: must be `name:key[:max_sandboxes[:ceilings]]`")
+            name, secret, most, ceilings = (*parts, "", "")[:4]
+            if (most or len(parts) == 3) and not (most.isascii() and most.isdigit()):
                 raise SpecRefused(f"{where}: max_sandboxes must be a whole number")
-            name, secret = parts[:2]
             digest = bytes.fromhex(secret) if _DIGEST.fullmatch(secret) else hashlib.sha256(secret.encode()).digest()
             if digest in owners or any(name == other.name for other in owners.values()):
                 raise SpecRefused(f"{where}: duplicate name or key; keep one")
-            owners[digest] = Owner(name=name, max_sandboxes=int(parts[2]) if len(parts) == 3 else None)
+            owners[digest] = Owner(
+                name=name,
+                max_sandboxes=int(most) if most else None,
+                ceilings=parse_ceilings(ceilings, where) if ceilings else SandboxLimits(),
+            )
     if not owners:
         raise SpecRefused(f"--keys {path}: the file has no keys; add lines of the form `name:key`")
     return ApiKeys(owners)

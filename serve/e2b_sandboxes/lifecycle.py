@@ -26,6 +26,7 @@ from headrace.serve.e2b_sandboxes.bodies import NewSandbox, digest
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
 from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
 from headrace.serve.e2b_sandboxes.images import BootQueue, ImageMap
+from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.table import Row, SandboxTable, State
 
@@ -68,11 +69,20 @@ class Sandboxes:
     """All sandboxes of one server."""
 
     def __init__(
-        self, backend: Backend, table: SandboxTable, images: ImageMap, tasks: ServerTasks, *, sudo: bool = True
+        self,
+        backend: Backend,
+        table: SandboxTable,
+        images: ImageMap,
+        tasks: ServerTasks,
+        *,
+        sudo: bool = True,
+        defaults: SandboxLimits | None = None,
     ) -> None:
         self.backend = backend
         self.domain = ""
         """Domain of the host names of ports."""
+        self.defaults = defaults or SandboxLimits()
+        """The provider's limits of a sandbox that asks for none."""
         self._sudo = sudo
         self.table = table
         self.tasks = tasks
@@ -127,6 +137,7 @@ class Sandboxes:
 
     async def create(self, owner: Owner, order: NewSandbox, client_key: str, timeout_s: int) -> Row:
         """Boot a sandbox, or return the one with the same key. Raises ApiError, SandboxError."""
+        owner.ceilings.check_lifetime(order.timeout or 0, owner.name)
         if self._is_full(owner):
             await self.forget_lost()
         request_digest = digest(order)
@@ -284,6 +295,8 @@ class _Boot:
 def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client_key: str, request_digest: str) -> Row:
     sandbox_id = f"i{secrets.token_hex(10)}"
     chosen_s = float(timeout_s if order.timeout is None else order.timeout)
+    if order.timeout is None and owner.ceilings.lifetime_s is not None:
+        chosen_s = min(chosen_s, float(owner.ceilings.lifetime_s))
     named = hashlib.sha256(f"{owner.name}:{client_key}".encode()).hexdigest()[:40]
     return Row(
         id=sandbox_id,
@@ -292,6 +305,10 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
         template=order.template_id,
         image=image,
         access_token=secrets.token_hex(32),
+        memory_bytes=owner.ceilings.memory_bytes,
+        disk_bytes=owner.ceilings.disk_bytes,
+        processes=owner.ceilings.processes,
+        lifetime_s=owner.ceilings.lifetime_s,
         timeout_s=chosen_s,
         started_at=time.time(),
         end_at=time.time() + chosen_s,
@@ -312,5 +329,8 @@ def spec_of(row: Row) -> SandboxSpec:
         ttl_s=row.timeout_s + LEASE_MARGIN_S,
         idempotency_key=row.boot_key,
         labels={ID_LABEL: row.id, OWNER_LABEL: row.owner},
+        memory_bytes=row.memory_bytes,
+        disk_bytes=row.disk_bytes,
+        pids=row.processes,
         guest=Guest(user=_USER, sudo=row.sudo, files=files) if row.guest else None,
     )

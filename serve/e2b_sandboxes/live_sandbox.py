@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.table import Row
-    from headrace.serve.e2b_sandboxes.watchers import Watcher
+    from headrace.serve.e2b_sandboxes.watchers import ScanBudget, Watcher
 
 LEVEL: Final = "info"
 LOGGER: Final = "process"
@@ -62,6 +62,8 @@ class LiveSandbox:
     accounts: Accounts = field(init=False)
     processes: ProcessTable = field(default_factory=ProcessTable)
     watchers: dict[str, tuple[Watcher, asyncio.Task[None]]] = field(default_factory=dict)
+    scans: ScanBudget | None = None
+    """What its watchers hold."""
     watching: set[asyncio.Task[None]] = field(default_factory=set)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=_KEPT_EVENTS))
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -78,6 +80,15 @@ class LiveSandbox:
         """Replace the provider's sandbox with another one, which clients see as the same sandbox."""
         self.handle = handle
         self.accounts = Accounts(handle, self.row.default_user)
+
+    def time_to_keep(self, asked_s: int | None, default_s: float) -> float:
+        """Return the seconds for which a request may keep the sandbox. Raises ApiError 400 above the key's ceiling."""
+        most_s = self.row.lifetime_s
+        if asked_s is None:
+            return default_s if most_s is None else min(default_s, most_s)
+        if most_s is not None and asked_s > most_s:
+            raise ApiError(400, f"{asked_s} s: this key may keep a sandbox for at most {most_s} s; request less")
+        return float(asked_s)
 
     @contextmanager
     def port_request(self) -> Iterator[None]:

@@ -67,6 +67,12 @@ class Row:
     guest: bool = False
     """True if the sandbox has the account and the files that E2B's clients expect."""
     sudo: bool = False
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    processes: int | None = None
+    """Limits of its key, which the provider is asked for."""
+    lifetime_s: int | None = None
+    """Longest time from now for which its key may keep it."""
     secure: bool = False
     """True if the sandbox's ports need one of its secrets."""
     metadata: dict[str, str] = field(default_factory=dict)

@@ -5,6 +5,8 @@ Invariants:
   two scans is not reported.
 - Up to `_MAX_EVENTS` unread events are stored; a watcher with more than that fails instead of dropping any.
 - The process ends with the watcher's task.
+- A watcher holds the text of its last scan and nothing else of it. The texts of all watchers of a sandbox, and of the
+  server, are bounded (`ScanBudget`): a watcher that would exceed a bound fails.
 - The same scans always produce the same events. A file with the same inode under another name has been renamed, which
   produces RENAME for the old name and CREATE for the new one, as with inotify.
 """
@@ -27,6 +29,8 @@ from headrace.serve.e2b_sandboxes.errors import Code, RpcError, rpc_error
 _INTERVAL_S: Final = 0.2
 _MAX_EVENTS: Final = 10_000
 _MAX_SCAN_BYTES: Final = 32 << 20
+SANDBOX_SCAN_BYTES: Final = 16 << 20
+SERVER_SCAN_BYTES: Final = 128 << 20
 _SIGKILL: Final = 9
 _END_OF_SCAN: Final = b"\0\1\0"
 _SCAN: Final = f"""export LC_ALL=C
@@ -90,6 +94,27 @@ def _differences(name: str, old: Entry, new: Entry) -> list[Change]:
     return events
 
 
+class ScanBudget:
+    """Bytes of scans that watchers hold. A sandbox's budget counts towards its server's."""
+
+    def __init__(self, most_bytes: int, server: ScanBudget | None = None) -> None:
+        self._most_bytes = most_bytes
+        self._server = server
+        self.used_bytes = 0
+
+    def change(self, by_bytes: int) -> None:
+        """Add to what is held, or take from it. Raises RpcError when that would be too much, and then adds nothing."""
+        if by_bytes > 0 and self.used_bytes + by_bytes > self._most_bytes:
+            where = "this sandbox" if self._server is not None else "this server"
+            text = (
+                f"the watchers of {where} would hold more than {self._most_bytes >> 20} MiB of file names: watch less"
+            )
+            raise RpcError(Code.RESOURCE_EXHAUSTED, text)
+        if self._server is not None:
+            self._server.change(by_bytes)
+        self.used_bytes += by_bytes
+
+
 async def start_scans(sandbox: Sandbox, account: Account, path: str, *, recursive: bool) -> Process:
     """Start the process that scans a folder. Raises SandboxError."""
     depth = "1000" if recursive else "1"
@@ -99,13 +124,14 @@ async def start_scans(sandbox: Sandbox, account: Account, path: str, *, recursiv
 class Watcher:
     """Collects the events of one folder until they are read; `run` is its task."""
 
-    def __init__(self, process: Process, path: str, sandbox_id: str, *, with_entry: bool) -> None:
+    def __init__(self, process: Process, path: str, sandbox_id: str, budget: ScanBudget, *, with_entry: bool) -> None:
         self._process = process
         self._path = path.rstrip("/")
         self._sandbox_id = sandbox_id
+        self._budget = budget
         self._with_entry = with_entry
         self._events: deque[dict[str, Any]] = deque()
-        self._failure: RpcError | None = None
+        self.failure: RpcError | None = None
         self._ended = False
         self._changed = asyncio.Event()
         self.ready = asyncio.Event()
@@ -113,10 +139,8 @@ class Watcher:
 
     async def run(self) -> None:
         """Collect events until this task is cancelled or the process ends."""
-        before: dict[str, Entry] | None = None
         try:
-            async for after in self._scans():
-                found = [] if before is None else changes(before, after)
+            async for found in self._changes():
                 if len(self._events) + len(found) > _MAX_EVENTS:
                     raise RpcError(Code.RESOURCE_EXHAUSTED, f"more than {_MAX_EVENTS} unread events")
                 for change in found:
@@ -126,12 +150,11 @@ class Watcher:
                     self._events.append(event)
                 if found:
                     self._changed.set()
-                before = after
                 self.ready.set()
         except RpcError as error:
-            self._failure = error
+            self.failure = error
         except SandboxError as error:
-            self._failure = rpc_error(error, self._sandbox_id)
+            self.failure = rpc_error(error, self._sandbox_id)
         finally:
             self._ended = True
             self._changed.set()
@@ -139,24 +162,32 @@ class Watcher:
             with suppress(SandboxError):
                 await asyncio.shield(self._process.signal(_SIGKILL))
 
-    async def _scans(self) -> AsyncIterator[dict[str, Entry]]:
-        """Yield each scan that differs from the previous one."""
+    async def _changes(self) -> AsyncIterator[list[Change]]:
+        """Yield nothing for the first scan, and then the differences of each scan from the one before."""
         received = bytearray()
         last: bytes | None = None
-        async for piece in self._process.output():
-            if piece.stream is not Stream.STDOUT:
-                continue
-            searched = max(0, len(received) - len(_END_OF_SCAN))
-            received += piece.data
-            if len(received) > _MAX_SCAN_BYTES:
-                raise RpcError(Code.RESOURCE_EXHAUSTED, "too many files to watch")
-            while (end := received.find(_END_OF_SCAN, searched)) >= 0:
-                scan, searched = bytes(received[:end]), 0
-                del received[: end + len(_END_OF_SCAN)]
-                if scan != last:
-                    last = scan
-                    # In a thread, because the number of files is up to an agent, and other clients wait.
-                    yield await asyncio.to_thread(self._entries, scan)
+        try:
+            async for piece in self._process.output():
+                if piece.stream is not Stream.STDOUT:
+                    continue
+                searched = max(0, len(received) - len(_END_OF_SCAN))
+                received += piece.data
+                if len(received) > _MAX_SCAN_BYTES:
+                    raise RpcError(Code.RESOURCE_EXHAUSTED, "too many files to watch: watch a smaller folder")
+                while (end := received.find(_END_OF_SCAN, searched)) >= 0:
+                    scan, searched = bytes(received[:end]), 0
+                    del received[: end + len(_END_OF_SCAN)]
+                    if scan != last:
+                        self._budget.change(len(scan) - len(last or b""))
+                        before, last = last, scan
+                        # In a thread, because the number of files is up to an agent, and other clients wait.
+                        yield await asyncio.to_thread(self._compare, before, scan)
+        finally:
+            self._budget.change(-len(last or b""))
+
+    def _compare(self, before: bytes | None, after: bytes) -> list[Change]:
+        new = self._entries(after)
+        return [] if before is None else changes(self._entries(before), new)
 
     def _entries(self, scan: bytes) -> dict[str, Entry]:
         try:
@@ -172,8 +203,8 @@ class Watcher:
         """Return the events since the last call. Raises RpcError if there are no events and the watcher has failed."""
         events = list(self._events)
         self._events.clear()
-        if not events and self._failure is not None:
-            raise self._failure
+        if not events and self.failure is not None:
+            raise self.failure
         return events
 
     async def next(self, timeout_s: float) -> list[dict[str, Any]] | None:

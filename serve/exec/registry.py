@@ -173,6 +173,7 @@ class Registry:
         key = spec.idempotency_key
         labels = {**spec.labels, _OWNER: owner.name, _KEY: key, _API: self._api}
         suffix = hashlib.sha256(f"{owner.name}:{key}".encode()).hexdigest()[:40] if key else secrets.token_hex(16)
+        spec = owner.ceilings.applied_to(spec, owner.name)
         named = replace(spec, image=image, labels=labels, idempotency_key=f"{self._api}-{suffix}")
         for mount in spec.mounts:
             known = self.table.get(mount.source)

@@ -164,7 +164,9 @@ class ExecApi:
         return {}
 
     async def _renew(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
-        await sandbox.renew((await read_body(request, Renew)).ttl_s)
+        ttl_s = (await read_body(request, Renew)).ttl_s
+        self._keys.named(row.owner).ceilings.check_lifetime(ttl_s, row.owner)
+        await sandbox.renew(ttl_s)
         return {}
 
     async def _usage(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:

@@ -15,16 +15,20 @@ import resource
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
 
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
 from headrace.sandboxes.retry import RetryConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.e2b_sandboxes.limits import SandboxLimits, parse_size
 from headrace.serve.exec.dropin import DropIn
 from headrace.serve.exec.registry import LeasedSandboxTable, Registry
 from headrace.serve.exec.routes import ExecApi
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.exec.evaluations import ApplyPatch
 
-    _Provider = LocalProvider | MultiHostProvider
+    _Provider = LocalProvider | OciProvider | MultiHostProvider
 
 E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
@@ -82,6 +86,16 @@ class ServeOptions:
     host: str
     port: int
     provider: str
+    max_sandboxes: int | None = None
+    """Maximum number of sandboxes, alive or frozen; None for the provider's default."""
+    memory: str = ""
+    """Memory of a sandbox, such as 2G; empty for the provider's default, as below."""
+    disk: str = ""
+    """Size of its file layer."""
+    processes: int | None = None
+    """Maximum number of processes of one of its users."""
+    files: int | None = None
+    """Maximum number of open files of one process."""
     image_map: Path | None = None
     metadata_image_key: str = ""
     keys: Path | None = None
@@ -116,6 +130,7 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
         raise SpecRefused(f"--api {options.apis}: choose from {', '.join(sorted(APIS))}")
     if not 1 <= options.lease_s <= 24 * 3600:
         raise SpecRefused(f"--lease-s {options.lease_s}: must be from 1 to 86400 seconds")
+    config = provider_config(options)
     settings = ServerSettings(
         serve_e2b=E2B in apis,
         host=options.host,
@@ -124,13 +139,14 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
         images=load_images(options.image_map, options.metadata_image_key),
         state_folder=options.state,
         keep_sandboxes=options.keep_sandboxes,
+        limits=SandboxLimits(memory_bytes=config.memory_bytes, disk_bytes=config.layer_bytes, processes=config.pids),
         domain=options.domain,
         sudo=options.sudo,
     )
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with _provider(options) as provider:
+    async with _provider(options, config) as provider:
         part = ExecPart(
             provider=provider,
             settings=settings,
@@ -143,27 +159,56 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
             await stopped.wait()
 
 
+def provider_config(options: ServeOptions) -> LocalSandboxConfig | OciSandboxConfig:
+    """Return the provider's configuration with the operator's limits. Raises SpecRefused."""
+    chosen = {
+        "max_sandboxes": options.max_sandboxes,
+        "memory_bytes": parse_size(options.memory, "--memory") if options.memory else None,
+        "layer_bytes": parse_size(options.disk, "--disk") if options.disk else None,
+        "pids": options.processes,
+        "open_files": options.files,
+    }
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    try:
+        match options.provider:
+            case "local":
+                if options.state is not None:
+                    # One folder for each state folder, with a path short enough for a socket.
+                    digest = hashlib.sha256(str(options.state.resolve()).encode()).hexdigest()[:16]
+                    given["stays_in"] = runtime_folder(None) / f"e2b-{digest}"
+                return LocalSandboxConfig.model_validate({**given, "max_live": options.max_sandboxes})
+            case "oci":
+                if options.keep_sandboxes:
+                    raise SpecRefused("--keep-sandboxes: containers end with their server; use --provider local")
+                return OciSandboxConfig.model_validate(given)
+            case "subprocess":
+                raise SpecRefused("--provider subprocess cannot spawn commands, which E2B's clients need: use local")
+            case name:
+                raise SpecRefused(f"--provider {name}: must be local or oci")
+    except ValidationError as error:
+        names = {"memory_bytes": "--memory", "layer_bytes": "--disk", "pids": "--processes", "open_files": "--files"}
+        wrong = error.errors()[0]
+        field = str(wrong["loc"][0])
+        option = names.get(field, f"--{field.replace('_', '-')}")
+        raise SpecRefused(f"{option} {wrong['input']}: {wrong['msg']}") from error
+
+
 @asynccontextmanager
-async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
+async def _provider(options: ServeOptions, config: LocalSandboxConfig | OciSandboxConfig) -> AsyncIterator[_Provider]:
     if options.keep_sandboxes and options.state is None:
         raise SpecRefused("--keep-sandboxes needs --state: without a table no server can find the sandboxes again")
     provider: _Provider
-    match options.provider:
-        case _ if options.host_urls:
-            provider = MultiHostProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
-        case "local":
-            stays_in = None
-            if options.state is not None:
-                # One folder for each state folder, with a path short enough for a socket.
-                digest = hashlib.sha256(str(options.state.resolve()).encode()).hexdigest()[:16]
-                stays_in = runtime_folder(None) / f"e2b-{digest}"
-            provider = LocalProvider(LocalSandboxConfig(stays_in=stays_in))
-        case "subprocess":
-            raise SpecRefused("--provider subprocess cannot spawn commands, which E2B's clients need: use local")
-        case name:
-            raise SpecRefused(f"--provider {name}: only local is supported")
+    if options.host_urls:
+        provider = MultiHostProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
+    elif isinstance(config, OciSandboxConfig):
+        provider = OciProvider(config)
+    else:
+        provider = LocalProvider(config)
     await provider.start()
     try:
         yield provider
     finally:
-        await (provider.detach() if options.keep_sandboxes else provider.aclose())
+        if options.keep_sandboxes and not isinstance(provider, OciProvider):
+            await provider.detach()
+        else:
+            await provider.aclose()

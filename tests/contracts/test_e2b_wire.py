@@ -14,13 +14,15 @@ from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
-ALICE, BOB, CAROL = "alice-secret", "bob-secret", "carol-secret"
+ALICE, BOB, CAROL, DAVE = "alice-secret", "bob-secret", "carol-secret", "dave-secret"
+CEILINGS = "memory=96M,disk=8M,processes=40,lifetime=100"
 START = "process.Process/Start"
 
 
@@ -34,8 +36,10 @@ async def local() -> AsyncIterator[LocalProvider]:
 async def server(tmp_path: Path, local: LocalProvider) -> AsyncIterator[E2bServer]:
     keys = tmp_path / "keys"
     digest = "6ff1b1e1d8a9b2e2d7de2aa7c0ec5d9a2f2cf2b8a4ec1d9be3a25a2b1f3b9ac0"
-    write_private(keys, f"# keys\nalice:{ALICE}\nbob:{BOB}:2\ncarol:{digest}\n".encode())
-    settings = ServerSettings(keys=load_keys(keys), images=ImageMap({"task": "host", "lost": "no-such"}, "acme"))
+    write_private(keys, f"# keys\nalice:{ALICE}\nbob:{BOB}:2\ncarol:{digest}\ndave:{DAVE}::{CEILINGS}\n".encode())
+    limits = SandboxLimits(memory_bytes=2 << 30, disk_bytes=256 << 20)
+    images = ImageMap({"task": "host", "lost": "no-such"}, "acme")
+    settings = ServerSettings(keys=load_keys(keys), images=images, limits=limits)
     async with E2bServer(local, settings) as server:
         yield server
 
@@ -436,3 +440,41 @@ async def test_commands_know_their_sandbox_and_become_root_unless_forbidden(alic
     assert (await box.run("sudo id -u"))[0] == b"0\n"
     strict = await alice.create(metadata={"headrace_sudo": "no"})
     assert (await strict.run("sudo id -u 2>&1"))[0] == b"sudo: refused by the policy of this sandbox\n"
+
+
+async def test_sandboxes_of_a_key_stay_below_its_ceilings(
+    server: E2bServer, alice: Any, wire: Callable[..., Any]
+) -> None:
+    dave = wire(server.url, DAVE)
+    status, answer, _ = await dave.call("POST", "/sandboxes", {"templateID": "base", "timeout": 101})
+    assert (status, "at most 100 s" in answer["message"]) == (400, True)
+    box = await dave.create(timeout=100)
+    sizes = [(await client.call("GET", "/v2/sandboxes"))[1][0] for client in (dave, await alice.create())]
+    assert [(size["memoryMB"], size["diskSizeMB"]) for size in sizes] == [(96, 8), (2048, 256)]
+    assert all(size["cpuCount"] >= 1 for size in sizes)
+    assert (await box.run("head -c 9M /dev/zero > /tmp/f"))[1]["exitCode"] != 0
+    assert (await box.run("ulimit -u"))[0] == b"40\n"
+    for path, body in (("timeout", {"timeout": 101}), ("connect", {"timeout": 101}), ("refreshes", {"duration": 101})):
+        status, answer, _ = await box.call("POST", f"/sandboxes/{box.id}/{path}", body)
+        assert (status, "at most 100 s" in answer["message"]) == (400, True), path
+    assert (await box.call("POST", f"/sandboxes/{box.id}/connect", {}))[0] == 200
+
+
+async def test_watchers_of_many_files_are_bounded_together(box: Any) -> None:
+    names = "mkdir /tmp/many && cd /tmp/many && seq -f 'a-rather-long-name-of-a-file-%05g' 30000 | xargs touch"
+    assert (await box.run(names))[1]["exitCode"] == 0
+    replies = []
+    for _ in range(10):
+        replies.append(await box.rpc("filesystem.Filesystem/CreateWatcher", {"path": "/tmp/many"}))
+        if replies[-1][0] != 200:
+            break
+    assert 2 <= len(replies) < 10
+    status, answer, _ = replies[-1]
+    assert (status, answer["code"]) == (429, "resource_exhausted")
+    assert "watch less" in answer["message"]
+    # One that ends makes room.
+    first = replies[0][1]["watcherId"]
+    assert (await box.rpc("filesystem.Filesystem/RemoveWatcher", {"watcherId": first}))[0] == 200
+    async with asyncio.timeout(60):
+        while (await box.rpc("filesystem.Filesystem/CreateWatcher", {"path": "/tmp/many"}))[0] != 200:
+            pass
