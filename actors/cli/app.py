@@ -497,7 +497,8 @@ ImageMapFile = Annotated[
     Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
 ]
 KeysFile = Annotated[
-    Path | None, typer.Option(help="File of API keys, one `name:key[:max_sandboxes[:ceilings]]` per line.")
+    Path | None,
+    typer.Option(help="File of API keys, one `name:key[:max_sandboxes]` per line, or more (docs)."),
 ]
 StateFolder = Annotated[
     Path | None, typer.Option(help="Folder for the sandbox table; by default it is kept in memory.")

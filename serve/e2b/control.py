@@ -217,7 +217,7 @@ class ControlPlane:
 
     async def _get(self, request: web.Request, live: LiveSandbox) -> web.Response:
         row = live.row
-        lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
+        lifecycle = {"autoResume": row.auto_resume, "onTimeout": "pause" if row.pause_at_end else "kill"}
         more = {"envdAccessToken": row.access_token, "domain": self._sandboxes.domain, "lifecycle": lifecycle}
         return web.json_response({**listed(row, self._sandboxes.defaults), **more})
 

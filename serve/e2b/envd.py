@@ -95,6 +95,11 @@ class Call:
         return await self.live.accounts.find(self.user)
 
 
+def _has_token(request: web.Request, live: LiveSandbox) -> bool:
+    token = request.headers.get("X-Access-Token", "")
+    return compare_digest(token.encode(errors="surrogateescape"), live.row.access_token.encode())
+
+
 class Envd:
     """Converts methods of envd's services to aiohttp handlers."""
 
@@ -114,10 +119,15 @@ class Envd:
     def open(self, request: web.Request) -> LiveSandbox:
         """Find a request's sandbox and check its token. Raises ApiError 401 and the errors of `find`."""
         live = self.find(request)
-        token = request.headers.get("X-Access-Token", "")
-        if not compare_digest(token.encode(errors="surrogateescape"), live.row.access_token.encode()):
+        if not _has_token(request, live):
             raise ApiError(401, "unauthorized access, please provide a valid access token")
         return live
+
+    async def wake(self, request: web.Request) -> None:
+        """Resume the sandbox of a request that has its token. Raises SandboxError."""
+        live = self._sandboxes.sleeping_one(request.headers.get("E2b-Sandbox-Id", ""))
+        if live is not None and request.path != "/health" and _has_token(request, live):
+            await self._sandboxes.wake(live)
 
     def gone(self, live: LiveSandbox) -> ApiError:
         """Forget a sandbox that the provider reports as dead, and return the error for the client."""

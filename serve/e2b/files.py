@@ -26,8 +26,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from headrace.sandboxes.base import Process, Stream
 from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGone
+from headrace.serve.e2b.file_metadata import parse_metadata, store_metadata
 from headrace.serve.e2b.filesystem_service import code_of
-from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error, unsupported
+from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -105,7 +106,11 @@ class Files:
         self._envd = envd
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get("/files", self._answer("read", _download)), web.post("/files", self._answer("write", _upload))]
+        return [
+            web.get("/files", self._answer("read", _download)),
+            web.post("/files", self._answer("write", _upload)),
+            web.options("/files", _preflight),
+        ]
 
     def _answer(
         self, operation: str, transfer: Callable[[web.Request, LiveSandbox], Awaitable[web.StreamResponse]]
@@ -115,7 +120,8 @@ class Files:
                 if "X-Access-Token" in request.headers:
                     live = self._envd.open(request)
                 else:
-                    live = find_signed(self._sandboxes.running(), request.query, operation)
+                    live = find_signed(self._sandboxes.reachable(), request.query, operation)
+                    await self._sandboxes.wake(live)
                 try:
                     return await transfer(request, live)
                 except SandboxGone as error:
@@ -128,6 +134,26 @@ class Files:
                 return ApiError(_STATUS_OF_CODE.get(error.code, 500), error.message).response()
 
         return handler
+
+
+async def allow_all_origins(request: web.Request, response: web.StreamResponse) -> None:
+    """Let web pages of any origin read answers about files (a signal of the application). A page needs a signature or a
+    token, and cookies mean nothing here."""
+    if request.path == "/files":
+        response.headers["Access-Control-Allow-Origin"] = "*"
+        response.headers["Access-Control-Expose-Headers"] = "Content-Length, Content-Disposition"
+
+
+async def _preflight(request: web.Request) -> web.Response:
+    asked = request.headers.get("Access-Control-Request-Headers", "*")
+    return web.Response(
+        status=204,
+        headers={
+            "Access-Control-Allow-Methods": "GET, HEAD, POST, OPTIONS",
+            "Access-Control-Allow-Headers": asked,
+            "Access-Control-Max-Age": "7200",
+        },
+    )
 
 
 class _Transfer:
@@ -210,8 +236,7 @@ async def _send(request: web.Request, process: Process) -> web.StreamResponse:
 
 
 async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse:
-    if any(name.lower().startswith("x-metadata-") for name in request.headers):
-        raise unsupported("metadata of a file")
+    metadata = parse_metadata(request.headers)
     account = await live.accounts.find(request.query.get("username", ""))
     if request.content_type == "application/octet-stream":
         if not request.query.get("path"):
@@ -224,7 +249,12 @@ async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse
     else:
         message = f"unsupported content type {request.content_type!r}: multipart/form-data or application/octet-stream"
         raise ApiError(400, message)
-    return web.json_response([{"name": posixpath.basename(path), "type": "file", "path": path} for path in written])
+    if metadata:
+        await store_metadata(live, account.name, written, metadata)
+    shown = {"metadata": metadata} if metadata else {}
+    return web.json_response(
+        [{"name": posixpath.basename(path), "type": "file", "path": path, **shown} for path in written]
+    )
 
 
 async def _write_parts(request: web.Request, live: LiveSandbox, account: Account) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from headrace.serve.e2b.connect_protocol import Message, ResponseStream, read_single
+from headrace.serve.e2b.file_metadata import add_metadata
 from headrace.serve.e2b_sandboxes.entries import FORMAT, parse_entries
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
 from headrace.serve.e2b_sandboxes.watchers import (
@@ -67,7 +68,7 @@ async def _stat(call: Call, message: Message) -> Message:
 
 async def stat(call: Call, path: str) -> dict[str, Any]:
     """Return the entry at an absolute path. Raises RpcError, SandboxError."""
-    return _one(await run(call, _STAT, path))
+    return await _one(call, await run(call, _STAT, path))
 
 
 async def _list(call: Call, message: Message) -> Message:
@@ -76,17 +77,17 @@ async def _list(call: Call, message: Message) -> Message:
         raise RpcError(Code.INVALID_ARGUMENT, "depth: must be a whole number of at least 0")
     path = await path_of(call, message)
     output = await run(call, _LIST, path, str(min(max(1, depth), _MAX_DEPTH)))
-    return {"entries": _shown(output)}
+    return {"entries": await _shown(call, output)}
 
 
 async def _make(call: Call, message: Message) -> Message:
-    return {"entry": _one(await run(call, _MAKE, await path_of(call, message)))}
+    return {"entry": await _one(call, await run(call, _MAKE, await path_of(call, message)))}
 
 
 async def _move(call: Call, message: Message) -> Message:
     source = await path_of(call, message, "source")
     target = await path_of(call, message, "destination")
-    return {"entry": _one(await run(call, _MOVE, source, target))}
+    return {"entry": await _one(call, await run(call, _MOVE, source, target))}
 
 
 async def _remove(call: Call, message: Message) -> Message:
@@ -94,18 +95,21 @@ async def _remove(call: Call, message: Message) -> Message:
     return {}
 
 
-def _shown(output: bytes) -> list[dict[str, Any]]:
-    """Convert the output of `find`. Raises RpcError for any other output, because an agent may have replaced `find`."""
+async def _shown(call: Call, output: bytes) -> list[dict[str, Any]]:
+    """Convert the output of `find`, and add the files' metadata. Raises RpcError for any other output, because an agent
+    may have replaced `find`, and SandboxError."""
     try:
-        return [entry.to_json() for entry in parse_entries(output)]
+        entries = [entry.to_json() for entry in parse_entries(output)]
+        await add_metadata(call.live, (await call.account()).name, entries)
+        return entries
     except ValueError as error:
         text = "unexpected file metadata from the sandbox: `find` in its image may have been replaced"
         raise RpcError(Code.INTERNAL, text) from error
 
 
-def _one(output: bytes) -> dict[str, Any]:
-    """Return the only entry of the output. Raises RpcError."""
-    entries = _shown(output)
+async def _one(call: Call, output: bytes) -> dict[str, Any]:
+    """Return the only entry of the output. Raises RpcError, SandboxError."""
+    entries = await _shown(call, output)
     if len(entries) != 1:
         raise RpcError(Code.INTERNAL, f"unexpected file metadata from the sandbox: {len(entries)} entries for one file")
     return entries[0]

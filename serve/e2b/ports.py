@@ -30,6 +30,7 @@ from headrace.serve.e2b_sandboxes.errors import ApiError, api_error, not_running
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from headrace.serve.e2b.envd import Envd
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
@@ -68,10 +69,11 @@ async def check_domain(domain: str) -> None:
 
 
 class Ports:
-    """The proxy. `middleware` answers the requests that name a port."""
+    """The proxy. `middleware` answers the requests that name a port, and resumes the sandboxes of others."""
 
-    def __init__(self, sandboxes: Sandboxes) -> None:
+    def __init__(self, sandboxes: Sandboxes, envd: Envd) -> None:
         self._sandboxes = sandboxes
+        self._envd = envd
 
     @property
     def middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
@@ -81,14 +83,21 @@ class Ports:
         ) -> web.StreamResponse:
             try:
                 named = named_port(request)
-                return await (handler(request) if named is None else self._answer(request, *named))
+                if named is not None:
+                    return await self._answer(request, *named)
+                try:
+                    await self._envd.wake(request)
+                except SandboxError as error:
+                    raise api_error(error) from error
+                return await handler(request)
             except ApiError as error:
                 return error.response()
 
         return answer_for_ports
 
     async def _answer(self, request: web.Request, sandbox_id: str, port: int) -> web.StreamResponse:
-        live = self._sandboxes.running_one(sandbox_id)
+        asleep = self._sandboxes.sleeping_one(sandbox_id)
+        live = asleep or self._sandboxes.running_one(sandbox_id)
         secrets = {"X-Access-Token": live.row.access_token, "E2b-Traffic-Access-Token": live.row.traffic_token}
         given = [
             compare_digest(request.headers.get(name, "").encode(errors="surrogateescape"), secret.encode())
@@ -99,6 +108,7 @@ class Ports:
                 403, "this sandbox was created secure: send its token in the header e2b-traffic-access-token"
             )
         try:
+            await self._sandboxes.wake(live)
             with live.port_request():
                 for address in ("127.0.0.1", "[::1]"):
                     try:

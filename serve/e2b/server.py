@@ -23,7 +23,7 @@ from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b.control import ControlPlane
 from headrace.serve.e2b.envd import Access, Envd
-from headrace.serve.e2b.files import Files
+from headrace.serve.e2b.files import Files, allow_all_origins
 from headrace.serve.e2b.filesystem_service import FilesystemService, WatchService
 from headrace.serve.e2b.observation import Observation
 from headrace.serve.e2b.ports import Ports, check_domain
@@ -181,8 +181,8 @@ def _bare_application(*middlewares: Any) -> web.Application:
 
 def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
     """Return an application with all routes, also for use in another program."""
-    application = _bare_application(Ports(sandboxes).middleware)
     access, envd = Access(sandboxes, keys), Envd(sandboxes)
+    application = _bare_application(Ports(sandboxes, envd).middleware)
     application.add_routes(Observation(sandboxes).routes(access))
     application.add_routes(ControlPlane(sandboxes).routes(access))
     application.add_routes(ProcessService(sandboxes.tasks).routes(envd))
@@ -190,6 +190,7 @@ def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
     application.add_routes(WatchService(sandboxes.tasks).routes(envd))
     application.add_routes(Files(sandboxes, envd).routes())
     application.router.add_get("/health", envd.health)
+    application.on_response_prepare.append(allow_all_origins)
     return application
 
 

@@ -45,6 +45,12 @@ class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class AutoResume(_Body):
+    """Part of a create's body."""
+
+    enabled: Annotated[bool, Field(strict=True)] = False
+
+
 class NewSandbox(_Body):
     """Body of POST /sandboxes and /v2/sandboxes."""
 
@@ -53,6 +59,7 @@ class NewSandbox(_Body):
     auto_pause: Annotated[bool, Field(alias="autoPause", strict=True)] = False
     metadata: Texts = Field(default_factory=dict)
     env_vars: Annotated[Environment, Field(alias="envVars")] = Field(default_factory=dict)
+    auto_resume: Annotated[AutoResume | None, Field(alias="autoResume")] = None
     secure: bool | None = None
     network: dict[str, Any] | None = None
     volume_mounts: Annotated[list[Any] | None, Field(alias="volumeMounts")] = None

@@ -123,8 +123,19 @@ class Sandboxes:
     def all(self) -> builtins.list[LiveSandbox]:
         return list(self._live.values())
 
-    def running(self) -> builtins.list[LiveSandbox]:
-        return [live for live in self._live.values() if live.row.state is State.RUNNING and not live.ending]
+    def reachable(self) -> builtins.list[LiveSandbox]:
+        """Return the sandboxes that are running, or that a request resumes."""
+        return [live for live in self._live.values() if not live.ending and (live.runs or live.sleeps)]
+
+    def sleeping_one(self, sandbox_id: str) -> LiveSandbox | None:
+        """Return a sandbox that a request resumes, if it is one."""
+        live = self._live.get(sandbox_id)
+        return live if live is not None and live.sleeps and not live.ending else None
+
+    async def wake(self, live: LiveSandbox) -> None:
+        """Resume a sandbox that a request has found paused, for as long as its timeout was. Raises SandboxError."""
+        if live.sleeps:
+            await asyncio.shield(self.tasks.share(self.resume(live, live.row.timeout_s)))
 
     def running_one(self, sandbox_id: str) -> LiveSandbox:
         """Return a running sandbox, for envd. Raises ApiError 502."""
@@ -313,6 +324,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
         started_at=time.time(),
         end_at=time.time() + chosen_s,
         pause_at_end=order.auto_pause,
+        auto_resume=order.auto_resume is not None and order.auto_resume.enabled,
         metadata=dict(order.metadata),
         env=dict(order.env_vars),
         client_key=client_key,

@@ -15,6 +15,7 @@ from headrace.serve.e2b_sandboxes.bodies import timestamp
 from headrace.serve.e2b_sandboxes.entries import Accounts
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.processes import ProcessTable
+from headrace.serve.e2b_sandboxes.table import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +81,15 @@ class LiveSandbox:
         """Replace the provider's sandbox with another one, which clients see as the same sandbox."""
         self.handle = handle
         self.accounts = Accounts(handle, self.row.default_user)
+
+    @property
+    def runs(self) -> bool:
+        return self.row.state is State.RUNNING
+
+    @property
+    def sleeps(self) -> bool:
+        """True if it is paused, and a request resumes it."""
+        return self.row.state is State.PAUSED and self.row.auto_resume
 
     def time_to_keep(self, asked_s: int | None, default_s: float) -> float:
         """Return the seconds for which a request may keep the sandbox. Raises ApiError 400 above the key's ceiling."""

@@ -62,6 +62,8 @@ class Row:
     state: State = State.BOOTING
     ref: SandboxRef | None = None
     pause_at_end: bool = False
+    auto_resume: bool = False
+    """Resume the sandbox for a request that finds it paused."""
     default_user: str = "root"
     """User of requests that name none."""
     guest: bool = False

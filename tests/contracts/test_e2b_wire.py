@@ -369,10 +369,6 @@ async def test_invalid_uploads_are_refused(box: Any) -> None:
     assert (await box.files("GET", "/tmp"))[0] == 400
     assert (await box.files("GET", "/dev/zero"))[0] == 400
     assert (await box.files("GET", "/tmp/x"))[0] == 404
-    assert (await box.files("POST", "/tmp/meta", b"x"))[0] == 200
-    headers = box.headers("application/octet-stream", **{"X-Metadata-a": "1"})
-    async with box.http.post(f"{box.url}/files?path=/tmp/x", data=b"x", headers=headers) as response:
-        assert response.status == 501
 
 
 @pytest.mark.parametrize(
