@@ -163,7 +163,9 @@ class Booter:
 
     def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits) -> Channel:
         """Make the layer, fork the first process, and return the channel to it."""
-        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
+        plan = Plan(
+            root, self._host, limits, self._layers_folder, self._last_capability, self._filter, sandbox.host_network
+        )
         rootfs.make_layer(sandbox.id)
         try:
             if self._layers_folder < 0:

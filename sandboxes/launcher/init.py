@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: root needs them for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
-_NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+_NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
 _BACKLOG: Final = 128
 _OOM_SCORE: Final = b"500"
 RESERVED_PROCESSES: Final = host_limits.RESERVED_PROCESSES - 1
@@ -53,6 +53,7 @@ class Plan(NamedTuple):
     mounted."""
     last_capability: int
     call_filter: bytes | None
+    host_network: bool
 
 
 class _Running:
@@ -100,9 +101,10 @@ def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
 
 
 def _build(plan: Plan, channel: Channel) -> None:
-    syscalls.unshare(_NAMESPACES)
+    syscalls.unshare(_NAMESPACES if plan.host_network else _NAMESPACES | syscalls.CLONE_NEWNET)
     socket.sethostname("sandbox")
-    rootfs.raise_loopback()
+    if not plan.host_network:
+        rootfs.raise_loopback()
     rootfs.limit_shared_memory(plan.limits.shared_memory_bytes)
     if plan.layers_folder >= 0:
         # Mounted here because it is slow. The launcher gets a copy of the mount, to show it to other sandboxes when
