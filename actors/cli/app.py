@@ -525,6 +525,9 @@ def serve_sandboxes(
     host_key: Annotated[
         Path | None, typer.Option(help="File with the key of the exec servers given by --host-url.")
     ] = None,
+    build_network: Annotated[
+        str, typer.Option(help="Network of the RUN steps of template builds: none, or host for the host's own.")
+    ] = "none",
     json: Json = None,
 ) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
@@ -546,6 +549,7 @@ def serve_sandboxes(
         host_urls=tuple(host_url or ()),
         host_key=host_key,
         apply_patch=apply_patch,
+        build_network=build_network,
     )
     serve(options, lambda url: _announce(url, json))
 

@@ -61,13 +61,14 @@ class Account:
 class Accounts:
     """Cache of the users of one sandbox."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, default_user: str = "") -> None:
         self._sandbox = sandbox
+        self._default_user = default_user or DEFAULT_USER
         self._known: dict[str, Account] = {}
 
     async def find(self, name: str) -> Account:
         """Look up a user. Raises RpcError (the user is unknown), SandboxError."""
-        name = name or DEFAULT_USER
+        name = name or self._default_user
         if (known := self._known.get(name)) is not None:
             return known
         result = await self._sandbox.exec(_HOME_SCRIPT, user=name, cwd="/", timeout_s=_TIMEOUT_S)
