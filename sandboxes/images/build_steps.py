@@ -98,6 +98,8 @@ class Recipe:
     start_command: str = ""
     ready_command: str = ""
     force: bool = False
+    max_bytes: int | None = None
+    """Bytes that the layers may have; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

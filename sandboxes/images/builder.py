@@ -151,15 +151,23 @@ class _Build:
             state.folder = base_folder
         return await self.finish(state)
 
+    async def size_of(self, state: ImageState) -> int:
+        """Return the bytes of all layers in the store. Raises BuildRefused beyond the recipe's limit."""
+        files = self._host.files
+        digests = [digest for digest in state.layers if not digest.startswith("/")]
+        size = sum(await asyncio.to_thread(lambda: [files.layer_bytes(digest) for digest in digests]))
+        most = self._recipe.max_bytes
+        if most is not None and size > most:
+            raise BuildRefused(f"the image has {size} bytes, and {max(0, most)} are left of the key's quota", self.step)
+        return size
+
     async def finish(self, state: ImageState) -> BuiltImage:
-        recipe, files = self._recipe, self._host.files
+        recipe = self._recipe
         reference = await self._host.record(state)
         if recipe.start_command or recipe.ready_command:
             self._layers.may_boot()
             async with self._host.sandbox(state, "", Network.NONE) as (_, sandbox):
                 await self.try_start(state, sandbox)
-        digests = [digest for digest in state.layers if not digest.startswith("/")]
-        size = sum(await asyncio.to_thread(lambda: [files.layer_bytes(digest) for digest in digests]))
         return BuiltImage(
             reference=reference,
             digest=f"sha256:{reference.removeprefix(BUILT)}",
@@ -168,7 +176,7 @@ class _Build:
             folder=state.folder,
             user=state.user,
             shows_host=state.shows_host,
-            size_bytes=size,
+            size_bytes=await self.size_of(state),
             history=tuple(f"{step.kind} {' '.join(step.arguments)}"[:200] for step in recipe.steps),
             cached_layers=state.cached,
             made_layers=state.made,
@@ -236,6 +244,7 @@ class _Build:
         if shown:
             self._log("info", shown[:_MAX_LINE_CHARACTERS], self.step)
         await self._layers.add_layer(state, step, key)
+        await self.size_of(state)
 
     def copy_operation(self, state: ImageState, step: Step) -> dict[str, Any]:
         source, target, owner, mode, *_ = (*step.arguments, "", "")

@@ -34,7 +34,7 @@ from headrace.serve.e2b_sandboxes.keys import ApiKeys
 from headrace.serve.e2b_sandboxes.lifecycle import Backend, Sandboxes
 from headrace.serve.e2b_sandboxes.recovery import recover
 from headrace.serve.e2b_sandboxes.table import SandboxTable
-from headrace.serve.e2b_sandboxes.templates import Templates
+from headrace.serve.e2b_sandboxes.templates import MAX_BYTES, Templates
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -60,6 +60,8 @@ class ServerSettings:
     images: ImageMap = field(default_factory=ImageMap)
     state_folder: Path | None = None
     """Folder that contains the table; None for a table in memory."""
+    max_template_bytes: int = MAX_BYTES
+    """Bytes of the images of one key's templates."""
     keep_sandboxes: bool = False
     """Keep the sandboxes alive at shutdown, for the next server that uses this folder."""
     serve_e2b: bool = True
@@ -118,7 +120,8 @@ class E2bServer:
                 sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks)
                 templates = None
                 if self._builder is not None:
-                    templates = Templates(sandboxes, self._builder, self._settings.images)
+                    most = self._settings.max_template_bytes
+                    templates = Templates(sandboxes, self._builder, self._settings.images, most)
                     await asyncio.to_thread(self._builder.files.prepare)
                 await recover(sandboxes)
                 stack.push_async_callback(self._end_sandboxes, sandboxes)

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 MAX_TEMPLATES: Final = 1000
 """Templates of one owner."""
 MAX_BYTES: Final = 50 << 30
-"""Bytes of the images of one owner's templates, each with all its layers."""
 _MAX_BUILDS: Final = 200
 """Builds of one owner whose state is kept, running ones included."""
 _MAX_LINES: Final = 5000
@@ -105,7 +104,11 @@ class Build:
 class Templates:
     """The templates of one server, finished ones in `table`, and their builds."""
 
-    def __init__(self, sandboxes: Sandboxes, builder: ImageBuilder, images: ImageMap) -> None:
+    def __init__(
+        self, sandboxes: Sandboxes, builder: ImageBuilder, images: ImageMap, max_bytes: int = MAX_BYTES
+    ) -> None:
+        """`max_bytes` is the limit of the images of one owner's templates, each with all its layers."""
+        self._max_bytes = max_bytes
         self._sandboxes = sandboxes
         self._builder = builder
         self._images = images
@@ -193,6 +196,7 @@ class Templates:
         for step in order.steps:
             context = await self.uploads.find(owner, step.files_hash or "") if step.kind is StepKind.COPY else ""
             steps.append(Step(kind=step.kind, arguments=tuple(step.args), context=context, force=step.force))
+        used = sum(build.size_bytes for template in self.table.of(owner) for build in template.builds)
         return Recipe(
             base=base,
             steps=tuple(steps),
@@ -200,6 +204,7 @@ class Templates:
             start_command=order.start_cmd or "",
             ready_command=order.ready_cmd or "",
             force=order.force,
+            max_bytes=self._max_bytes - used,
         )
 
     async def _base(self, owner: Owner, image: str, template: str) -> str:
@@ -249,11 +254,6 @@ class Templates:
 
     async def keep(self, build: Build, recipe: Recipe, built: BuiltImage) -> None:
         """Give a finished image its name and its template. Raises ApiError, SandboxError."""
-        used = sum(one.size_bytes for template in self.table.of(build.owner) for one in template.builds)
-        if used + built.size_bytes > MAX_BYTES:
-            raise ApiError(
-                429, f"key {build.owner.name!r} has {used} bytes of templates: delete some ({MAX_BYTES} is the most)"
-            )
         name = f"{_FOLDER}{build.template_id}/{build.id}"
         image = NamedImage(
             name=name,
