@@ -45,7 +45,7 @@ async def build_images(
 ) -> AsyncIterator[FolderImage]:
     """Build the images of folders, some at a time, and yield the outcomes as they come. `bases` has our image for each
     name in FROM. Raises OSError for a folder that cannot be read."""
-    await asyncio.to_thread(builder.files.prepare)
+    await builder.prepare()
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def build(folder: Path) -> FolderImage:

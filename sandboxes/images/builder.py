@@ -70,6 +70,12 @@ class ImageBuilder:
         """The files of the store."""
         return self._host.files
 
+    async def prepare(self) -> None:
+        """Make the store's folders, and kill the sandboxes of builds that an earlier process has left to this provider.
+        Call it once, before the first build. Raises SandboxError, OSError."""
+        await asyncio.to_thread(self.files.prepare)
+        await self._host.end_lost()
+
     @property
     def limits(self) -> BuildLimits:
         return self._host.limits

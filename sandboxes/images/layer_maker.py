@@ -32,14 +32,16 @@ from headrace.sandboxes.images.store import BUILT, ImageStore
 from headrace.sandboxes.launcher.commands import SEARCH_PATH
 
 if TYPE_CHECKING:
+    import builtins
     from collections.abc import AsyncIterator
 
-    from headrace.sandboxes.base import SandboxId, SandboxRef
+    from headrace.sandboxes.base import SandboxId, SandboxInfo, SandboxRef
 
 HOST: Final = "host"
 _PROGRAM: Final = Path(in_build.__file__).read_text(encoding="utf-8")
 _RESOLVER: Final = "etc/resolv.conf"
 _SKIPPED: Final = (in_build.CONTEXT.strip("/"),)
+_PURPOSE: Final = "build"
 _PROGRAM_TIMEOUT_S: Final = 300.0
 _MAX_LINE_CHARACTERS: Final = 2000
 _TAIL_LINES: Final = 20
@@ -60,6 +62,8 @@ class BuildSandboxes(Protocol):
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 
     async def destroy(self, sandbox: SandboxId) -> None: ...
+
+    async def list(self) -> builtins.list[SandboxInfo]: ...
 
     async def own_layer(self, ref: SandboxRef) -> OwnLayer: ...
 
@@ -114,6 +118,12 @@ class BuildHost:
         self._making: dict[str, tuple[asyncio.Lock, int]] = {}
         """Lock of each layer that is being made, and the number of builds that need it."""
 
+    async def end_lost(self) -> None:
+        """Kill the sandboxes of builds that an earlier process began. Raises SandboxError."""
+        for info in await self.sandboxes.list():
+            if info.labels.get("purpose") == _PURPOSE and info.idempotency_key.startswith("build-"):
+                await self.sandboxes.destroy(info.id)
+
     @asynccontextmanager
     async def making(self, key: str) -> AsyncIterator[None]:
         """Hold the right to make one layer, so that equal builds make it once."""
@@ -140,7 +150,7 @@ class BuildHost:
             ttl_s=self.limits.total_s + 60,
             disk_bytes=self.limits.layer_bytes,
             network=network,
-            labels={"purpose": "build"},
+            labels={"purpose": _PURPOSE},
             idempotency_key=f"build-{secrets.token_hex(8)}",
         )
         async with self._places:

@@ -122,7 +122,7 @@ class E2bServer:
                 if self._builder is not None:
                     most = self._settings.max_template_bytes
                     templates = Templates(sandboxes, self._builder, self._settings.images, most)
-                    await asyncio.to_thread(self._builder.files.prepare)
+                    await self._builder.prepare()
                 await recover(sandboxes)
                 stack.push_async_callback(self._end_sandboxes, sandboxes)
                 tasks.start(sandboxes.run())

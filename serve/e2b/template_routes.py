@@ -87,7 +87,10 @@ class TemplateRoutes:
         uploads, files_hash = self._templates.uploads, request.match_info["hash"]
         present = await uploads.find(owner, files_hash) != ""
         # A URL comes with files that are present too: clients may upload them again.
-        url = f"{request.scheme}://{request.host}/templates/uploads/{uploads.offer(owner, files_hash)}"
+        # The scheme that the client used, if a proxy says so.
+        scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
+        scheme = scheme if scheme in ("http", "https") else request.scheme
+        url = f"{scheme}://{request.host}/templates/uploads/{uploads.offer(owner, files_hash)}"
         return web.json_response({"present": present, "url": url}, status=201)
 
     async def upload(self, request: web.Request) -> web.Response:
@@ -164,10 +167,8 @@ class TemplateRoutes:
 
     async def delete(self, request: web.Request, owner: Owner) -> web.Response:
         """Delete a template, or a snapshot of that id."""
-        template = self._templates.table.find(owner.name, request.match_info["id"])
-        if template is None:
+        if not await self._templates.delete(owner, request.match_info["id"]):
             return await self._observation.delete_snapshot(request, owner)
-        await self._templates.delete(owner, template)
         return web.Response(status=204)
 
     async def assign_tags(self, request: web.Request, owner: Owner) -> web.Response:

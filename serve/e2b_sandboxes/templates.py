@@ -51,7 +51,6 @@ _MAX_LINES: Final = 5000
 _FOLDER: Final = "templates/"
 _E2B_BASES: Final = ("e2bdev/base", "e2bdev/base:latest")
 _REGISTRIES: Final = ("docker.io/library/", "docker.io/")
-_CONCURRENT: Final = "another build or a deletion"
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +239,7 @@ class Templates:
         except (SandboxError, ApiError) as error:
             self._fail(build, error.message, error.step if isinstance(error, BuildRefused) else "")
         except asyncio.CancelledError:
-            self._fail(build, f"the build was ended by {_CONCURRENT}", "")
+            self._fail(build, "the build was ended: its template was deleted, or the server shut down", "")
             raise
         except Exception:
             logger.exception("build %s failed", build.id)
@@ -306,12 +305,22 @@ class Templates:
         build.log("info", f"built {built.made_layers} layers, {built.cached_layers} from the cache", "finalize")
         build.status = "ready"
 
-    async def delete(self, owner: Owner, template: Template) -> None:
-        """Delete a template with its images; its running builds are ended. Sandboxes of it live on."""
-        for build in list(self._builds.values()):
-            if build.template_id == template.id and build.owner.name == owner.name:
-                if build.task is not None and build.status == "building":
-                    build.task.cancel()
-                    await asyncio.wait((build.task,))
-                self._builds.pop(build.id, None)
-        await self.table.drop(template)
+    async def delete(self, owner: Owner, name: str) -> bool:
+        """Delete a template with its images, by its id or name; its builds are ended. Sandboxes of it live on. Returns
+        False if the owner has neither a template nor a build of that name."""
+        template = self.table.find(owner.name, name)
+        names = {name} if template is None else {template.id}
+        builds = [
+            build
+            for build in self._builds.values()
+            if build.owner.name == owner.name and names & {build.template_id, build.name}
+        ]
+        for build in builds:
+            if build.task is not None and not build.task.done():
+                build.task.cancel()
+                await asyncio.wait((build.task,))
+            self._builds.pop(build.id, None)
+        template = self.table.find(owner.name, name)
+        if template is not None:
+            await self.table.drop(template)
+        return template is not None or bool(builds)

@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import tarfile
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +224,22 @@ async def test_templates_belong_to_their_owner(wires: dict[str, Wire], provider:
         assert (await build(one, "via-image", fromImage=name))["status"] == 400, name
 
 
+async def test_a_build_begins_with_the_catalogue_or_an_own_template(
+    wires: dict[str, Wire], provider: LocalProvider
+) -> None:
+    wire = wires["first"]
+    assert (await build(wire, "first-one", steps=run("echo below > /tmp/below")))["status"] == "ready"
+    catalog = ImageCatalog(provider.store.files)
+    [image] = catalog.all()
+    catalog.put(replace(image, name="public"))
+    for name, body in (("a", {"fromImage": "public"}), ("b", {"fromImage": "", "fromTemplate": "first-one"})):
+        done = await build(wire, name, steps=run("cat /tmp/below; echo above > /tmp/above"), **body)
+        assert done["status"] == "ready", done
+        assert "below" in [line["message"] for line in done["logEntries"]]
+        box = await wire.create(templateID=name)
+        assert (await box.run("cat /tmp/below /tmp/above"))[0] == b"below\nabove\n"
+
+
 async def test_names_of_the_image_map_cannot_be_taken(wires: dict[str, Wire]) -> None:
     for name in ("base", "templates/x", "", "a b", "../x", "x" * 200, "a:b:c"):
         status, body, _ = await wires["first"].call("POST", "/v3/templates", {"name": name})
@@ -236,8 +253,14 @@ async def test_a_build_counts_as_a_sandbox(wires: dict[str, Wire], provider: Loc
     assert (status, "limit of 1" in body["message"]) == (429, True)
     assert (await build(small, "other"))["status"] == 429
     template_id = started["path"].partition("/")[0]
-    # Deleting a template ends its build.
-    assert (await small.call("DELETE", f"/templates/{template_id}"))[0] in (204, 404)
+    # Deleting a template ends its build, which then counts no longer.
+    assert (await small.call("DELETE", f"/templates/{template_id}"))[0] == 204
+    async with asyncio.timeout(20):
+        # A boot that was cancelled ends on its own.
+        while await provider.list():
+            await asyncio.sleep(0.02)
+    assert (await small.call("GET", f"/templates/{started['path']}/status"))[0] == 404
+    await small.create()
 
 
 async def test_a_full_key_starts_no_build(wires: dict[str, Wire]) -> None:

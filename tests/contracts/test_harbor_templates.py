@@ -110,6 +110,18 @@ async def test_templates_are_built_once(harbor: Path, provider: LocalProvider, t
     assert len(named) == 1
 
 
+@pytest.mark.skipif("HARBOR_FOLDERS" not in os.environ, reason="HARBOR_FOLDERS names no folder of tasks")
+async def test_folders_of_others_are_solved_or_refused(harbor: Path, provider: LocalProvider, tmp_path: Path) -> None:
+    """Task folders that are not ours: their own solutions solve them, or the build says what it does not support."""
+    async with serving(provider, tmp_path) as server:
+        results = await run_harbor(harbor, server, Path(os.environ["HARBOR_FOLDERS"]), tmp_path / "jobs")
+        assert await provider.list() == []
+    verdicts = {name: verdict_of(result) for name, result in results.items()}
+    assert {
+        name: verdict for name, verdict in verdicts.items() if verdict not in ({"reward": 1.0}, "BuildException")
+    } == {}
+
+
 async def ours(provider: LocalProvider, folder: Path) -> Verdict:
     """The verdict of our verifier on a folder after its solution, in the same order as Harbor: agent, then tests."""
     task = replace(task_of(folder, HarborSettings(images={BASE: "host"}, allow_root=True)), image="host")
