@@ -92,6 +92,8 @@ class Recipe:
     """An image to build. `base` is an image reference or `host`."""
 
     base: str
+    source: str = ""
+    """What the client calls the base, for its log: references are the operator's."""
     steps: tuple[Step, ...] = ()
     default_user: str = ""
     """User of the steps before the first USER; "" for the base's. `user` is made where it is missing."""

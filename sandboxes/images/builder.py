@@ -70,6 +70,10 @@ class ImageBuilder:
         """The files of the store."""
         return self._host.files
 
+    async def evict(self) -> None:
+        """Keep the store within its size, after build contexts have been added. Raises OSError."""
+        await self._host.sandboxes.store.evict()
+
     async def prepare(self) -> None:
         """Make the store's folders, and kill the sandboxes of builds that an earlier process has left to this provider.
         Call it once, before the first build. Raises SandboxError, OSError."""
@@ -100,6 +104,8 @@ class ImageBuilder:
             raise BuildRefused(f"the build took longer than {self.limits.total_s:g} s", layers.step) from error
         finally:
             await layers.release()
+            if layers.made:
+                await self._host.sandboxes.store.evict()
 
 
 class _Build:
@@ -117,7 +123,7 @@ class _Build:
 
     async def run(self) -> BuiltImage:
         recipe = self._recipe
-        self._log("info", f"FROM {recipe.base}", "base")
+        self._log("info", f"FROM {recipe.source or recipe.base}", "base")
         state = await self.base()
         base_user, base_folder = state.user, state.folder
         explicit_user = explicit_folder = False
@@ -185,7 +191,7 @@ class _Build:
             size_bytes=await self.size_of(state),
             history=tuple(f"{step.kind} {' '.join(step.arguments)}"[:200] for step in recipe.steps),
             cached_layers=state.cached,
-            made_layers=state.made,
+            made_layers=self._layers.made,
         )
 
     async def base(self) -> ImageState:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from e2b_dockerfile_utils import ShellLex
 
-from headrace.sandboxes.base import Network, ProgramRunner, Sandbox, SandboxSpec, Stream
+from headrace.sandboxes.base import ImageRef, Network, ProgramRunner, Sandbox, SandboxSpec, Stream
 from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, OutOfDisk, SandboxError, Unsupported
 from headrace.sandboxes.images import in_build
 from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, Step, StepKind
@@ -65,6 +65,8 @@ class BuildSandboxes(Protocol):
 
     async def list(self) -> builtins.list[SandboxInfo]: ...
 
+    async def drop_image(self, image: ImageRef) -> bool: ...
+
     async def own_layer(self, ref: SandboxRef) -> OwnLayer: ...
 
 
@@ -90,7 +92,6 @@ class ImageState:
     homes: dict[str, str] = field(default_factory=dict)
     pending: list[dict[str, Any]] = field(default_factory=list)
     """Operations of `in_build` that the next layer begins with, each with its step."""
-    made: int = 0
     cached: int = 0
 
     @property
@@ -159,7 +160,13 @@ class BuildHost:
                 yield ref, await self.sandboxes.attach(ref)
             finally:
                 with suppress(SandboxError):
-                    await asyncio.shield(self.sandboxes.destroy(ref.id))
+                    await asyncio.shield(self._end(ref, reference))
+
+    async def _end(self, ref: SandboxRef, reference: str) -> None:
+        await self.sandboxes.destroy(ref.id)
+        if reference != HOST:
+            # Otherwise the provider would keep the layers of every step from eviction.
+            await self.sandboxes.drop_image(ImageRef(f"sha256:{reference.removeprefix(BUILT)}"))
 
     async def record(self, state: ImageState) -> str:
         """Store the record of an image and return its reference."""
@@ -187,6 +194,8 @@ class LayerRun:
         self._force = force
         self._owner = new_owner()
         self.step = "base"
+        self.made = 0
+        """Number of layers that were not in the cache."""
 
     async def release(self) -> None:
         """Release the layers of this build."""
@@ -202,7 +211,7 @@ class LayerRun:
                 state.cached += 1
             else:
                 record = await self.make_layer(state, step, key)
-                state.made += 1
+                self.made += 1
         state.key, state.layers, state.homes = key, tuple(record["layers"]), record["homes"]
         state.pending = []
 

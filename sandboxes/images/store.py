@@ -115,6 +115,12 @@ class ImageStore:
         """The files of this store."""
         return self._store
 
+    async def evict(self) -> None:
+        """Remove the least recently used layers beyond `max_bytes`, after something other than `resolve` has added
+        some. Raises OSError."""
+        if await asyncio.to_thread(self._store.size_bytes) > self._max_bytes:
+            await asyncio.to_thread(self._store.evict, self._max_bytes)
+
     async def aclose(self) -> None:
         """Cancel all unpacking. Idempotent."""
         unpacking = list(self._unpacking.values())

@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 MAX_TEMPLATES: Final = 1000
 """Templates of one owner."""
 MAX_BYTES: Final = 50 << 30
-_MAX_BUILDS: Final = 200
+_MAX_BUILDS: Final = 100
 """Builds of one owner whose state is kept, running ones included."""
 _MAX_LINES: Final = 5000
+_MAX_LOG_CHARACTERS: Final = 1 << 19
+"""Limits of the log of one build, whose oldest lines are dropped."""
 _FOLDER: Final = "templates/"
 _E2B_BASES: Final = ("e2bdev/base", "e2bdev/base:latest")
 _REGISTRIES: Final = ("docker.io/library/", "docker.io/")
@@ -84,12 +86,16 @@ class Build:
     failed_step: str = ""
     dropped: int = 0
     """Number of lines that are no longer in `lines`."""
-    lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=_MAX_LINES))
+    lines: deque[LogLine] = field(default_factory=deque)
+    characters: int = 0
     task: asyncio.Task[None] | None = None
 
     def log(self, level: str, text: str, step: str) -> None:
-        self.dropped += len(self.lines) == _MAX_LINES
         self.lines.append(LogLine(at=time.time(), level=level, text=text, step=step))
+        self.characters += len(text)
+        while len(self.lines) > _MAX_LINES or self.characters > _MAX_LOG_CHARACTERS:
+            self.characters -= len(self.lines.popleft().text)
+            self.dropped += 1
 
     def lines_from(self, offset: int, limit: int, level: str = "") -> list[LogLine]:
         """Return at most `limit` lines from the line `offset` on; of a level, or of any."""
@@ -112,7 +118,7 @@ class Templates:
         self._builder = builder
         self._images = images
         self.table = TemplateTable(sandboxes.table, ImageCatalog(builder.files))
-        self.uploads = Uploads(builder.files, builder.limits)
+        self.uploads = Uploads(builder)
         self._builds: dict[str, Build] = {}
         sandboxes.built = self.table
 
@@ -198,6 +204,7 @@ class Templates:
         used = sum(build.size_bytes for template in self.table.of(owner) for build in template.builds)
         return Recipe(
             base=base,
+            source=order.from_image or order.from_template or "",
             steps=tuple(steps),
             default_user=E2B_USER if steps else "",
             start_command=order.start_cmd or "",

@@ -24,8 +24,7 @@ from headrace.serve.e2b_sandboxes.template_bodies import FILES_HASH
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.sandboxes.images.build_steps import BuildLimits
-    from headrace.sandboxes.images.folders import StoreFolder
+    from headrace.sandboxes.images.builder import ImageBuilder
     from headrace.serve.e2b_sandboxes.keys import Owner
 
 _EXPIRES_S: Final = 3600.0
@@ -43,9 +42,10 @@ class _Upload(NamedTuple):
 class Uploads:
     """The uploaded files of one server."""
 
-    def __init__(self, store: StoreFolder, limits: BuildLimits) -> None:
-        self._store = store
-        self._limits = limits
+    def __init__(self, builder: ImageBuilder) -> None:
+        self._builder = builder
+        self._store = builder.files
+        self._limits = builder.limits
         self._open: dict[str, _Upload] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
 
@@ -83,6 +83,7 @@ class Uploads:
                     limits = UnpackLimits(self._limits.layer_bytes, self._limits.entries)
                     digest = await asyncio.to_thread(store_archive, self._store, folder, archive, limits)
                     await asyncio.to_thread(self._store.write_record, upload.key, {"layers": [digest]})
+                await self._builder.evict()
             except ImageRefused as error:
                 raise ApiError(400, f"the uploaded files are refused: {error.message}") from error
             except OSError as error:

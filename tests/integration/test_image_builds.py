@@ -169,6 +169,17 @@ async def test_a_build_begins_with_an_archive_or_a_named_image(
         await build(builder, base="image:made")
 
 
+async def test_the_cache_keeps_to_the_size_of_the_store(tmp_path: Path) -> None:
+    async with LocalProvider(LocalSandboxConfig(image_folder=tmp_path / "images", image_bytes=6 << 20)) as provider:
+        builder = ImageBuilder(provider)
+        await builder.prepare()
+        for number in range(6):
+            await build(builder, step("RUN", f"head -c 2M /dev/zero > /tmp/{number}"))
+            assert builder.files.size_bytes() <= 6 << 20
+        # The newest is still there.
+        assert (await build(builder, step("RUN", "head -c 2M /dev/zero > /tmp/5"))).made_layers == 0
+
+
 async def test_a_dockerfile_and_its_folder_make_an_image(
     provider: LocalProvider, builder: ImageBuilder, tmp_path: Path
 ) -> None:
@@ -229,6 +240,14 @@ async def test_a_failed_build_leaves_no_sandbox_and_no_lease(provider: LocalProv
     await build(builder, step("RUN", "true"))
     held = [path for path in (home / "leases").iterdir() if not path.name.startswith(f"{provider.launcher_pid}-")]
     assert held == []
+
+
+async def test_sandboxes_of_a_lost_build_are_ended(provider: LocalProvider, builder: ImageBuilder) -> None:
+    labels = {"purpose": "build"}
+    await provider.create(SandboxSpec(labels=labels, idempotency_key="build-0123456789abcdef"))
+    others = await provider.create(SandboxSpec(labels=labels, idempotency_key="mine"))
+    await builder.prepare()
+    assert [info.id for info in await provider.list()] == [others.id]
 
 
 async def test_start_and_ready_commands_are_tried(builder: ImageBuilder, provider: LocalProvider) -> None:
