@@ -545,6 +545,9 @@ def serve_sandboxes(
     lease_s: Annotated[float, typer.Option(help="Seconds after which an unused drop-in container is removed.")] = 900,
     host_url: HostUrls = None,
     host_key: HostKey = None,
+    build_network: Annotated[
+        str, typer.Option(help="Network of the RUN steps of template builds: none, or host for the host's own.")
+    ] = "none",
     json: Json = None,
 ) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
@@ -573,6 +576,7 @@ def serve_sandboxes(
         host_urls=tuple(host_url or ()),
         host_key=host_key,
         apply_patch=apply_patch,
+        build_network=build_network,
     )
     serve(options, lambda url: _announce(url, json))
 

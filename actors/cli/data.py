@@ -1,4 +1,4 @@
-"""The commands `headrace data convert` and `headrace data check`: data sets become tasks, and tasks are tried."""
+"""The commands `headrace data convert`, `data images` and `data check`: data sets become tasks, and tasks are tried."""
 
 from __future__ import annotations
 
@@ -81,6 +81,55 @@ def convert(
         say(f"  every refused row: {done.tasks.parent / 'refused.jsonl'}")
     say(f"licence: {done.licence}")
     if done.count == 0:
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+@data_app.command("images")
+def images(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A task folder of Harbor's, or a folder of them.")],
+    base: Annotated[
+        list[str] | None,
+        typer.Option(help="Our image for a name in FROM, as name=image, e.g. ubuntu:22.04=host; may be repeated."),
+    ] = None,
+    build_network: Annotated[str, typer.Option(help="Network of RUN: none, or host for this host's own.")] = "none",
+    image_folder: Annotated[
+        Path | None, typer.Option(help="Folder for images (sandbox.local.image_folder); by default the user's cache.")
+    ] = None,
+) -> None:
+    """Build the images of Harbor's task folders, for tasks that `data convert` makes with --set built=true."""
+    from headrace.actors.errors import ConfigError
+    from headrace.actors.held_out.harbor_images import build_images
+    from headrace.buffer.datasets.harbor import task_folders
+    from headrace.sandboxes.base import Network
+    from headrace.sandboxes.images.builder import ImageBuilder
+    from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+
+    bases = {}
+    for pair in base or ():
+        name, equals, value = pair.partition("=")
+        if not name or not equals or not value:
+            raise typer.BadParameter(f"--base takes name=image, not {pair!r}")
+        bases[name] = value
+    if build_network not in (Network.NONE, Network.HOST):
+        raise typer.BadParameter(f"--build-network takes none or host, not {build_network!r}")
+    try:
+        folders = task_folders(source)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or source}: {error.strerror}") from error
+
+    async def build() -> int:
+        allow = build_network == Network.HOST
+        problems = 0
+        async with LocalProvider(LocalSandboxConfig(image_folder=image_folder, allow_host_network=allow)) as provider:
+            builder = ImageBuilder(provider, network=Network(build_network))
+            async for one in build_images(folders, bases, builder):
+                problems += bool(one.problem)
+                how = one.problem or ("has no Dockerfile" if not one.name else f"image:{one.name}")
+                took = "" if not one.seconds else f" ({one.seconds:.1f} s)"
+                say(f"{one.folder.name}: {how}{' (was there)' if one.was_there else took}")
+        return problems
+
+    if asyncio.run(build()):
         raise typer.Exit(EXIT_BAD_INPUT)
 
 

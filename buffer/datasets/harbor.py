@@ -2,8 +2,10 @@
 
 A folder has `task.toml`, `instruction.md`, `environment/`, `tests/` and, often, `solution/`. Invariants:
 - A folder becomes a task that can be scored, or a refusal with its name and the reason, before anything boots.
-- Images are not built: a table names ours for each base image or `docker_image`. A Dockerfile that does more than name
-  a base and a working directory is refused, and so is a verifier that needs the network.
+- A table names our image for each base image or `docker_image`. A Dockerfile that does more than name a base and a
+  working directory is refused, unless images are built from the Dockerfiles: the task then names the image by the
+  folder's name and a digest of `environment/`, so that it cannot be one of other contents. A verifier that needs the
+  network is refused.
 - No test and nothing of the solution is in the instruction or in the files that the agent sees.
 - Only files of the folder itself are read; links out of it are refused, and so are members of archives that are links
   or would leave the folder (`archives`).
@@ -11,6 +13,7 @@ A folder has `task.toml`, `instruction.md`, `environment/`, `tests/` and, often,
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -45,6 +48,8 @@ class HarborSettings:
 
     images: Mapping[str, str] = field(default_factory=dict)
     """Our image for each base image of a Dockerfile, and for each `docker_image`, as written there."""
+    built: bool = False
+    """Whether the images of folders with a Dockerfile are those that `headrace data images` builds."""
     live: bool = True
     """Whether verifiers run in the agent's sandbox, as Harbor's do, or in clean ones with the data paths."""
     allow_root: bool = False
@@ -114,13 +119,7 @@ def read_folders(source: Path, settings: HarborSettings) -> Iterator[Item]:
 
 def _read_each(source: Path, settings: HarborSettings, refused: Mapping[str, str]) -> Iterator[Item]:
     """Yield the tasks of an unpacked folder, of which the members `refused` are missing."""
-    root, folders = source, [source]
-    if not (source / "task.toml").exists():
-        folders = sorted(path for path in source.iterdir() if path.is_dir())
-        below = sorted(path for path in folders[0].iterdir() if path.is_dir()) if len(folders) == 1 else []
-        if any((path / "task.toml").exists() for path in below):
-            # An archive or a download usually has one folder above the tasks.
-            folders = below
+    root, folders = source, task_folders(source)
     left = dict(refused)
     names: dict[TaskId, str] = {}
     for number, folder in enumerate(folders, start=1):
@@ -139,6 +138,36 @@ def _read_each(source: Path, settings: HarborSettings, refused: Mapping[str, str
         yield number, found
     for number, (member, reason) in enumerate(left.items(), start=len(folders) + 1):
         yield number, RowRefused(f"{member}: {reason}")
+
+
+def task_folders(source: Path) -> list[Path]:
+    """Return a task folder, or all folders in a folder of tasks, by name. Raises OSError."""
+    if (source / "task.toml").exists():
+        return [source]
+    folders = sorted(path for path in source.iterdir() if path.is_dir())
+    below = sorted(path for path in folders[0].iterdir() if path.is_dir()) if len(folders) == 1 else []
+    # An archive or a download usually has one folder above the tasks.
+    return below if any((path / "task.toml").exists() for path in below) else folders
+
+
+def built_image(folder: Path) -> str | None:
+    """Return the name of the image that is built from a folder's Dockerfile; it changes with every file and mode of
+    `environment/`. Returns None for a folder without a Dockerfile. Raises OSError."""
+    environment = folder / "environment"
+    if not (environment / "Dockerfile").is_file():
+        return None
+    content = hashlib.sha256()
+    for path in sorted(environment.rglob("*")):
+        status = path.lstat()
+        data = b""
+        if path.is_symlink():
+            data = str(path.readlink()).encode()
+        elif path.is_file():
+            data = hashlib.sha256(path.read_bytes()).digest()
+        name = path.relative_to(environment).as_posix()
+        content.update(f"{len(name)}:{name}:{status.st_mode}:{len(data)}:".encode() + data)
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)[:100]
+    return f"harbor/{plain}-{content.hexdigest()[:12]}"
 
 
 def read_endless(source: Path, settings: HarborSettings) -> Iterator[Item]:
@@ -278,11 +307,16 @@ def _image(folder: Path, environment: _Environment, settings: HarborSettings) ->
         base, others = environment.docker_image, []
     if not base:
         raise RowRefused("environment/Dockerfile: is missing, and so is environment.docker_image")
-    if others:
-        raise RowRefused(f"environment/Dockerfile: {others[0]} needs an image build, which is not supported")
+    built = built_image(folder) if settings.built and not environment.docker_image else None
+    if others and built is None:
+        raise RowRefused(
+            f"environment/Dockerfile: {others[0]} needs an image build: run headrace data images, and set built=true"
+        )
     workdir = environment.workdir or workdir
     if workdir and not is_plain_path(workdir):
         raise RowRefused(f"WORKDIR: {workdir!r} must be an absolute path without variables, '.' or '..'")
+    if built is not None:
+        return f"image:{built}", workdir, {}
     if base not in settings.images:
         raise RowRefused(f"images: has no image for {base!r}; add it")
     files: dict[str, str] = {}

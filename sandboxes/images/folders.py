@@ -1,13 +1,15 @@
 """Files of an image store: layers by digest, records of resolved images, leases, and locks.
 
-`layers/<sha256>/{tree,bytes}`, `records/<key>.json`, `leases/<owner>.json`, `locks/<key>`, `unpacking/<owner>/`, where
-an owner is `<pid>-<boot>_<pid namespace>_<start>-<random>`, which identifies a process of this boot.
+`layers/<sha256>/{tree,bytes}`, `records/<key>.json`, `leases/<owner>.json`, `locks/<key>`, `named/<sha256 of the
+name>.json`, `unpacking/<owner>/`, where an owner is `<pid>-<boot>_<pid namespace>_<start>-<random>`, which identifies a
+process of this boot.
 
 Invariants:
 - Entries of `layers` are complete: they were written elsewhere, synced, then renamed. The next sweep removes the files
   of dead processes from `unpacking` and `leases`.
 - One process at a time unpacks a layer, or reads an archive (flock; the kernel releases it when its holder dies).
-- A layer leased by a living process is never evicted: leases are written, and victims are chosen, under the same lock.
+- A layer leased by a living process, or of a named image (`catalog`), is never evicted: leases and names are written,
+  and victims are chosen, under the same lock.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.private_folders import make_missing
 
 Owner = NewType("Owner", str)
-_FOLDERS: Final = ("layers", "records", "leases", "locks", "unpacking")
+_FOLDERS: Final = ("layers", "records", "leases", "locks", "unpacking", "named")
 
 
 class StoreFolder:
@@ -45,8 +47,12 @@ class StoreFolder:
 
     def tree(self, digest: str) -> Path:
         """Return the folder of a layer, which is named by the hex digest of its plain tar and exists once the layer is
-        published."""
-        return self.home / "layers" / digest / "tree"
+        published. A layer that is used in place is named by its absolute path."""
+        return Path(digest) if digest.startswith("/") else self.home / "layers" / digest / "tree"
+
+    def layer_bytes(self, digest: str) -> int:
+        """Return the size of a published layer. Raises FileNotFoundError."""
+        return int((self.home / "layers" / digest / "bytes").read_text())
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
@@ -129,6 +135,9 @@ class StoreFolder:
         `keep`."""
         with self.lock("eviction"):
             retained = self.leased() | set(keep)
+            for path in self.named():
+                with suppress(FileNotFoundError):
+                    retained.update(json.loads(path.read_bytes())["layers"])
             layers = sorted(self._layers())
             total = sum(size for _, size, _ in layers)
             trash = self.home / "unpacking" / new_owner()
@@ -142,6 +151,14 @@ class StoreFolder:
             if self.read_record(path.stem) is None:
                 path.unlink(missing_ok=True)
 
+    def named(self) -> list[Path]:
+        """Return the files of all named images."""
+        return list((self.home / "named").glob("*.json"))
+
+    def write_named(self, file_name: str, text: str) -> None:
+        """Write the file of a named image durably."""
+        self._write("named", file_name, text, durable=True)
+
     def _layers(self) -> list[tuple[float, int, str]]:
         """Return (last used, bytes, digest) of each layer."""
         rows = []
@@ -150,10 +167,20 @@ class StoreFolder:
                 rows.append(((folder / "used").stat().st_mtime, int((folder / "bytes").read_text()), folder.name))
         return rows
 
-    def _write(self, folder: str, name: str, text: str) -> None:
+    def _write(self, folder: str, name: str, text: str, *, durable: bool = False) -> None:
         draft = self.home / "unpacking" / new_owner()
-        draft.write_text(text)
+        with draft.open("w") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         draft.rename(self.home / folder / name)
+        if durable:
+            descriptor = os.open(self.home / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def new_owner(pid: int | None = None) -> Owner:

@@ -10,7 +10,8 @@ Invariants:
 - A folder with a root file system is used in place; its owner must not change it while it is in use.
 
 References: an absolute path to a root file system folder; to a tar of one (.tar, gzip, xz, zstd); to an OCI image
-layout folder; to an OCI archive or `docker save` archive; any of the last three with `:tag`; `debootstrap:SUITE`.
+layout folder; to an OCI archive or `docker save` archive; any of the last three with `:tag`; `debootstrap:SUITE`;
+`image:NAME` for a named image; `built:KEY` for what `builder` has recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import signal
 import stat
 import sys
@@ -37,12 +39,18 @@ from headrace.sandboxes.errors import (
     ImageUnknown,
     error_from_name,
 )
+from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.sandboxes.images.debootstrap import SUITE
 from headrace.sandboxes.images.folders import Owner, StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import check_usable
 from headrace.sandboxes.images.worker import classify
 
 _DEBOOTSTRAP: Final = "debootstrap:"
+NAMED: Final = "image:"
+"""Prefix of references to named images (`catalog`)."""
+BUILT: Final = "built:"
+"""Prefix of references to images that `builder` has recorded; no client can name one."""
+_KEY: Final = re.compile(r"[0-9a-f]{64}")
 _LEASE_TRIES: Final = 3
 _PENDING_S: Final = 1.0
 """Retry-After of an image that is still being unpacked."""
@@ -64,13 +72,15 @@ class ResolvedImage:
     """Default working folder of commands (WorkingDir)."""
     user: str
     """Default user of commands."""
+    shows_host: bool = False
+    """True if the image was built above the image `host`, whose programs it needs."""
 
 
 class _Located(NamedTuple):
     """Reference located on this host."""
 
     kind: str
-    """`folder`, `layout`, `archive` or `debootstrap`."""
+    """`folder`, `layout`, `archive`, `debootstrap` or `built`."""
     path: str
     tag: str | None
     key: str
@@ -100,6 +110,17 @@ class ImageStore:
         self._unpacking: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._prepared = False
 
+    @property
+    def files(self) -> StoreFolder:
+        """The files of this store."""
+        return self._store
+
+    async def evict(self) -> None:
+        """Remove the least recently used layers beyond `max_bytes`, after something other than `resolve` has added
+        some. Raises OSError."""
+        if await asyncio.to_thread(self._store.size_bytes) > self._max_bytes:
+            await asyncio.to_thread(self._store.evict, self._max_bytes)
+
     async def aclose(self) -> None:
         """Cancel all unpacking. Idempotent."""
         unpacking = list(self._unpacking.values())
@@ -118,10 +139,14 @@ class ImageStore:
             except OSError as error:
                 raise classify(error, str(self._store.home)) from error
             self._prepared = True
+        if reference.startswith(NAMED):
+            return await self._named(reference)
         located = await asyncio.to_thread(_locate, reference)
         if located.kind == "folder":
             return await asyncio.to_thread(_in_place, reference, located)
         record = await asyncio.to_thread(self._store.read_record, located.key)
+        if record is None and located.kind == "built":
+            raise ImageUnknown(f"image {reference!r} is no longer in the store: build it again")
         if record is None:
             record = await self._unpacked(reference, located, patience_s)
         return ResolvedImage(
@@ -131,6 +156,21 @@ class ImageStore:
             environment=record["environment"],
             folder=record["folder"],
             user=record["user"],
+            shows_host=record.get("shows_host", False),
+        )
+
+    async def _named(self, reference: str) -> ResolvedImage:
+        image = await asyncio.to_thread(ImageCatalog(self._store).find, reference.removeprefix(NAMED))
+        if image is None:
+            raise ImageUnknown(f"image {reference!r}: the catalogue has no such name")
+        return ResolvedImage(
+            reference=reference,
+            digest=image.digest,
+            layers=tuple(self._store.tree(digest) for digest in image.layers),
+            environment=image.environment,
+            folder=image.folder,
+            user=image.user,
+            shows_host=image.shows_host,
         )
 
     async def _unpacked(self, reference: str, located: _Located, patience_s: float | None) -> dict[str, Any]:
@@ -223,6 +263,14 @@ def _locate(reference: str) -> _Located:
         if not SUITE.fullmatch(suite):
             raise ImageUnknown(f"image {reference!r}: give the name of a suite, like debootstrap:bookworm")
         return _Located("debootstrap", suite, None, _key("debootstrap", suite))
+    if reference.startswith(NAMED):
+        # Only the store knows its names.
+        return _Located("named", "", None, "")
+    if reference.startswith(BUILT):
+        key = reference.removeprefix(BUILT)
+        if not _KEY.fullmatch(key):
+            raise ImageUnknown(f"image {reference!r}: give 64 hexadecimal digits")
+        return _Located("built", "", None, key)
     if not reference.startswith("/") or "\0" in reference:
         raise ImageUnknown(f"image {reference!r}: give an absolute path, debootstrap:SUITE or host")
     # The longest part before a colon that exists is the path.

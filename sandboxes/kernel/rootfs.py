@@ -375,7 +375,8 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
 def _overlay_options(root: Root) -> str:
     """Return the options that select how overlayfs stores its attributes. These belong to the owner of the file system,
     which without root is this user namespace."""
-    return "userxattr" if root.single_id else "redirect_dir=on"
+    # Without metacopy, what a sandbox has written holds all contents by itself, and can be copied (images.layer_copy).
+    return "userxattr" if root.single_id else "redirect_dir=on,metacopy=off"
 
 
 def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:

@@ -167,7 +167,16 @@ class Booter:
 
     def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits, guest: Guest | None) -> Channel:
         """Make the layer, fork the first process, and return the channel to it."""
-        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter, guest)
+        plan = Plan(
+            root,
+            self._host,
+            limits,
+            self._layers_folder,
+            self._last_capability,
+            self._filter,
+            guest,
+            sandbox.host_network,
+        )
         rootfs.make_layer(sandbox.id)
         try:
             if self._layers_folder < 0:

@@ -52,6 +52,7 @@ class ForkServer:
             "list": self._list,
             "usage": self._usage,
             "discard": self._sandboxes.discard,
+            "own_layer": self._sandboxes.own_layer,
             "add_image": self._add_image,
             "drop_image": self._drop_image,
             "images": self._list_images,
@@ -198,7 +199,9 @@ class ForkServer:
             text = f"the image has {len(descriptors)} layers; it must have 1 to {rootfs.MAX_LAYERS}"
             raise RequestRefused("ImageRefused", text)
         try:
-            self._images.add(str(message["name"]), descriptors, message["environment"], str(message["folder"]))
+            shows_host = message.get("shows_host") is True
+            name, folder = str(message["name"]), str(message["folder"])
+            self._images.add(name, descriptors, message["environment"], folder, shows_host=shows_host)
         except OSError as error:
             raise RequestRefused("ImageRefused", str(error)) from error
         self._connections.answer(waiter, {})

@@ -39,8 +39,11 @@ class ImageTable:
     def find(self, name: str) -> Image | None:
         return self._images.get(name)
 
-    def add(self, name: str, mounts: Sequence[int], environment: dict[str, str], folder: str) -> None:
-        """Add an image whose layers are host folders, given as detached mounts, topmost first. Raises OSError."""
+    def add(
+        self, name: str, mounts: Sequence[int], environment: dict[str, str], folder: str, *, shows_host: bool = False
+    ) -> None:
+        """Add an image whose layers are host folders, given as detached mounts, topmost first. With `shows_host` they
+        are files of sandboxes of the image `host` and need the host's programs. Raises OSError."""
         if name in self._images:
             return
         layers: list[Layer] = []
@@ -52,7 +55,7 @@ class ImageTable:
             for layer in layers:
                 rootfs.drop_image_layer(layer)
             raise
-        self._put(name, Image(tuple(layers), False, environment, folder))
+        self._put(name, Image(tuple(layers), shows_host, environment, folder))
 
     def add_snapshot(self, sandbox_id: str, base_id: int, image: Image) -> str:
         """Add an image that puts a dead sandbox's layer on top of the image it was booted from, and return its name."""

@@ -41,13 +41,7 @@ if TYPE_CHECKING:
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: root needs them for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
-_NAMESPACES: Final = (
-    syscalls.CLONE_NEWNS
-    | syscalls.CLONE_NEWNET
-    | syscalls.CLONE_NEWIPC
-    | syscalls.CLONE_NEWUTS
-    | syscalls.CLONE_NEWCGROUP
-)
+_NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
 _BACKLOG: Final = 128
 _SOCKET_BYTES: Final = 128 << 10
 _OOM_SCORE: Final = b"500"
@@ -67,6 +61,7 @@ class Plan(NamedTuple):
     last_capability: int
     call_filter: bytes | None
     guest: Guest | None
+    host_network: bool
 
 
 class _Running:
@@ -115,9 +110,10 @@ def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
 
 
 def _build(plan: Plan, channel: Channel) -> None:
-    syscalls.unshare(_NAMESPACES)
+    syscalls.unshare(_NAMESPACES if plan.host_network else _NAMESPACES | syscalls.CLONE_NEWNET)
     socket.sethostname("sandbox")
-    rootfs.raise_loopback()
+    if not plan.host_network:
+        rootfs.raise_loopback()
     rootfs.limit_shared_memory(plan.limits.shared_memory_bytes)
     if plan.layers_folder >= 0:
         # Mounted here because it is slow. The launcher gets a copy of the mount, to show it to other sandboxes when
@@ -181,7 +177,7 @@ class _Init:
         self._channel = channel
         self._wake = wake
         self._running: dict[int, _Running] = {}
-        offers_sudo = plan.guest is not None and plan.guest.sudo and not plan.root.single_id
+        offers_sudo = plan.guest is not None and plan.guest.sudo and not (plan.root.single_id or plan.host_network)
         self._sudo = SudoRequests(channel, self._start_sudo) if offers_sudo else None
         self._untouched = not plan.root.mounts
         """True while no client code has run inside, and no files are mounted from a sandbox in which client code has

@@ -141,6 +141,8 @@ class SandboxRecord:
         self.image = ""
         self.folders: tuple[str, ...] = ()
         """Names of the host folders that are mounted in the sandbox."""
+        self.host_network = False
+        """True if the sandbox has the host's network, which only the launcher's owner can request."""
         self.keep_layer = False
         self.becomes_image = False
         self.boot_waiters: list[Waiter] = []

@@ -93,6 +93,7 @@ class SandboxTable:
             raise RequestRefused("CapacityExceeded", text)
         mounts = requests.mounts_of(message)
         sandbox = SandboxRecord(key=key, ttl_s=requests.lease_s(message["ttl_s"]), labels=requests.labels_of(message))
+        sandbox.host_network = message.get("host_network") is True
         source_ids = {mount.source for mount in mounts}
         if len(source_ids) > 1:
             raise RequestRefused("SpecRefused", "all mounts of a sandbox must come from the same frozen sandbox")
@@ -173,6 +174,16 @@ class SandboxTable:
             self._turn_into_image(sandbox)
         else:
             self.freeze(waiter, sandbox, message, descriptors)
+
+    def own_layer(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
+        """Answer with a detached mount of the files that a frozen sandbox has written, and the first of their ids. The
+        mount stays readable when the sandbox is gone."""
+        sandbox = self.find(str(message["sandbox"]))
+        if sandbox.state != "frozen":
+            raise RequestRefused("SpecRefused", f"sandbox {sandbox.id} is {sandbox.state}: freeze it first")
+        path = rootfs.own_layer(sandbox.id, self._booter.image_of(sandbox))
+        answer = {"base_id": sandbox.base_id, "single_id": self._booter.single_id}
+        self._connections.answer(waiter, answer, [syscalls.copy_mount(path)])
 
     def _turn_into_image(self, sandbox: SandboxRecord) -> None:
         image = self._booter.image_of(sandbox)

@@ -68,7 +68,7 @@ class LocalImages:
                 except OSError as error:
                     raise ImageRefused(f"image {image.reference!r}: {error}") from error
                 entry = {"name": name, "environment": dict(image.environment), "folder": image.folder}
-                await self._send_request({"op": "add_image", **entry}, mounts)
+                await self._send_request({"op": "add_image", **entry, "shows_host": image.shows_host}, mounts)
             except BaseException:
                 await asyncio.shield(lease.release())
                 raise

@@ -22,7 +22,8 @@ from typing import Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
-from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused
+from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused, Unsupported
+from headrace.sandboxes.images.layer_copy import OwnLayer
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
 from headrace.sandboxes.kernel.disk_layers import TEMPLATES
 from headrace.sandboxes.launcher.wire import Message, close_all
@@ -93,6 +94,9 @@ class LocalSandboxConfig(BaseModel):
     """Process whose death ends the launcher; by default the provider's process, or none for a launcher that stays."""
     idle_exit_s: float = Field(default=60.0, gt=0)
     """A launcher that stays exits after this long without sandboxes or providers."""
+    allow_host_network: bool = False
+    """Accept specs with the network `host`, which image builds may use: such a sandbox reaches every service that this
+    host reaches, those on its loopback included."""
     label: str = ""
     """Label in the command lines of the launcher and its sandboxes, from `leftovers.run_label(run directory)`."""
     runtime_folder: Path | None = None
@@ -117,7 +121,7 @@ class LocalProvider:
         self._connections = LauncherConnections()
         self._launcher: LauncherProcess | None = None
         self._own_folder: ProviderFolder | None = None
-        self._store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
+        self.store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
         self._images: LocalImages | None = None
         self._started = False
         self._starting = asyncio.Lock()
@@ -169,7 +173,7 @@ class LocalProvider:
             await self._release()
             raise
         self._launcher = launcher
-        self._images = LocalImages(self._store, self._ask, launcher.pid, config.max_images)
+        self._images = LocalImages(self.store, self._ask, launcher.pid, config.max_images)
         for controller, reason in launcher.missing.items():
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
@@ -186,8 +190,9 @@ class LocalProvider:
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Boot a sandbox, or return the one with the same idempotency key. Raises ImageUnknown, SpecRefused,
         FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone."""
-        if spec.network is not Network.NONE:
-            raise SpecRefused(f"network {spec.network.value!r}: the local provider supports only `none`")
+        if spec.network is not Network.NONE and not self._config.allow_host_network:
+            text = "the local provider supports only `none`, unless allow_host_network is set"
+            raise SpecRefused(f"network {spec.network.value!r}: {text}")
         for name, least in (("cpu", 0.01), ("memory_bytes", _LEAST_MEMORY_BYTES), ("disk_bytes", 1 << 16), ("pids", 8)):
             value = getattr(spec, name)
             if value is not None and not least <= value < 1 << 62:
@@ -212,6 +217,7 @@ class LocalProvider:
             "pids": spec.pids,
             "memory_bytes": spec.memory_bytes,
             "cpus": spec.cpu,
+            "host_network": spec.network is Network.HOST,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
             "folders": await self._folders(spec),
             "guest": None if spec.guest is None else spec.guest.to_json(),
@@ -264,6 +270,16 @@ class LocalProvider:
         sandbox's label of that name; the operation is exec, spawn, run, read or write."""
         return {name: (row[0], row[1]) for name, row in (await self._admin({"op": "usage"}))["commands"].items()}
 
+    async def own_layer(self, ref: SandboxRef) -> OwnLayer:
+        """Return the files that a frozen sandbox has written. Raises SpecRefused (not frozen), SandboxGone, and
+        Unsupported without root."""
+        answer = await self._admin({"op": "own_layer", "sandbox": ref.id})
+        [descriptor] = answer["descriptors"]
+        if answer["single_id"]:
+            os.close(descriptor)
+            raise Unsupported("images can be built by root only: a sandbox without root has a single user id")
+        return OwnLayer(descriptor, answer["base_id"])
+
     async def images(self) -> tuple[ImageRef, ...]:
         """Return the images, other than `host`, that the launcher keeps ready: digests, and names of snapshots."""
         return tuple(ImageRef(name) for name in (await self._admin({"op": "images"}))["images"])
@@ -315,7 +331,7 @@ class LocalProvider:
     async def aclose(self) -> None:
         """End every sandbox and the launcher, even one that stays. Idempotent."""
         self._started = False
-        await self._store.aclose()
+        await self.store.aclose()
         if self._launcher is not None:
             await self._launcher.end()
         await self._release()
@@ -326,7 +342,7 @@ class LocalProvider:
         if self._config.stays_in is None:
             raise SpecRefused("the launcher ends with its provider: set stays_in")
         self._started = False
-        await self._store.aclose()
+        await self.store.aclose()
         await self._release(leases=False)
 
     async def _release(self, *, leases: bool = True) -> None:

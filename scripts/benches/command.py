@@ -35,6 +35,16 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help=
 
 
 @app.command()
+def builds(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help="Number of builds.")] = 10) -> None:
+    """Measure image builds of six small layers without a cache and with one, a layer of 64 MiB, and 16 builds at
+    once."""
+    from benches.builds import measure
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        _print(asyncio.run(measure(Path(folder), repeats)))
+
+
+@app.command()
 def rollout(
     json: Json = True, rollouts: Annotated[int, typer.Option(min=50, help="Number of measured rollouts.")] = 500
 ) -> None:

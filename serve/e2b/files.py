@@ -2,7 +2,8 @@
 
 Invariants:
 - Contents are never stored here: a slow client slows only its own transfer, through the process's pipe.
-- The file is opened inside the sandbox by a process run as the user; only regular files are read.
+- The file is opened inside the sandbox by a process run as the user; only regular files are read. Where a request names
+  no user and the default user lacks the right, root acts for that user.
 - A download has the announced length, or else its connection is cut; an upload is confirmed after its writer has
   succeeded.
 - Until it expires, a signature is valid for one path, one operation and one user of the sandbox with whose token it was
@@ -16,6 +17,7 @@ import base64
 import hashlib
 import posixpath
 import re
+import shlex
 import time
 from contextlib import aclosing, suppress
 from hmac import compare_digest
@@ -61,6 +63,28 @@ _WRITE: Final = f"""{_HEAD}[ -d "$1" ] && fail {_REFUSED} "path is a directory: 
 [ ! -e "$1" ] || [ -f "$1" ] || fail {_REFUSED} "path is not a regular file: $1"
 mkdir -p -- "$(dirname -- "$1")" && exec cat > "$1"
 """
+_WRITE_FOR: Final = f"""{_HEAD}[ -d "$1" ] && fail {_REFUSED} "path is a directory: $1"
+[ ! -e "$1" ] || [ -f "$1" ] || fail {_REFUSED} "path is not a regular file: $1"
+path=$1 first=
+[ -e "$1" ] || first=$1
+while [ "$path" != / ]; do
+  [ -L "$path" ] && [ "$(stat -c %u -- "$path")" != 0 ] && fail 1 "the link $path: Permission denied"
+  path=$(dirname -- "$path")
+  [ -e "$path" ] || first=$path
+done
+mkdir -p -- "$(dirname -- "$1")" && cat > "$1" || exit 1
+[ -z "$first" ] || chown -hR -- "$2:" "$first"
+"""
+"""As root for a user who may not write there: what is new belongs to the user, and no link of another user's is
+followed."""
+_MAY_WRITE: Final = """path=$1
+[ -e "$path" ] && { [ -w "$path" ]; exit; }
+while [ ! -e "$path" ]; do path=$(dirname -- "$path"); done
+[ -d "$path" ] && [ -w "$path" ] && [ -x "$path" ]
+"""
+_MAY_READ: Final = '[ -r "$1" ]'
+_CHECK_TIMEOUT_S: Final = 30.0
+_ROOT: Final = "root"
 _STATUS_OF_CODE: Final = {
     Code.PERMISSION_DENIED: 403,
     Code.RESOURCE_EXHAUSTED: 507,
@@ -181,10 +205,10 @@ class _Transfer:
         raise ApiError(_STATUS_OF_CODE.get(code_of(text), 500), text)
 
 
-async def _start(live: LiveSandbox, account: Account, script: str, path: str, *, stdin: bool) -> Process:
+async def _start(live: LiveSandbox, user: str, script: str, path: str, *more: str, stdin: bool) -> Process:
     return await live.handle.spawn(
-        ["/bin/bash", "-c", script, "bash", path],
-        user=account.name,
+        ["/bin/bash", "-c", script, "bash", path, *more],
+        user=user,
         cwd="/",
         stdin=stdin,
         timeout_s=_TRANSFER_TIMEOUT_S,
@@ -193,7 +217,9 @@ async def _start(live: LiveSandbox, account: Account, script: str, path: str, *,
 
 async def _download(request: web.Request, live: LiveSandbox) -> web.StreamResponse:
     account = await live.accounts.find(request.query.get("username", ""))
-    process = await _start(live, account, _READ, account.resolve(request.query.get("path", "")), stdin=False)
+    path = account.resolve(request.query.get("path", ""))
+    user = account.name if await _may(request, live, account, _MAY_READ, path) else _ROOT
+    process = await _start(live, user, _READ, path, stdin=False)
     try:
         return await _send(request, process)
     except BaseException:
@@ -242,7 +268,7 @@ async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse
         if not request.query.get("path"):
             raise ApiError(400, "path query parameter is required for raw body upload")
         path = account.resolve(request.query["path"])
-        await _write(live, account, path, request.content.iter_chunked(_CHUNK_BYTES))
+        await _write(request, live, account, path, request.content.iter_chunked(_CHUNK_BYTES))
         written = [path]
     elif request.content_type.startswith("multipart/"):
         written = await _write_parts(request, live, account)
@@ -272,7 +298,7 @@ async def _write_parts(request: web.Request, live: LiveSandbox, account: Account
         path = account.resolve(name)
         if path in written:
             raise ApiError(400, f"you cannot upload multiple files to the same path {path!r} in one upload request")
-        await _write(live, account, path, _part_chunks(part))
+        await _write(request, live, account, path, _part_chunks(part))
         written.append(path)
     return written
 
@@ -292,8 +318,22 @@ async def _part_chunks(part: BodyPartReader) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def _write(live: LiveSandbox, account: Account, path: str, content: AsyncIterator[bytes]) -> None:
-    process = await _start(live, account, _WRITE, path, stdin=True)
+async def _may(request: web.Request, live: LiveSandbox, account: Account, check: str, path: str) -> bool:
+    """Return False if the request names no user, and the default user lacks the right: root acts then, as in E2B."""
+    if account.name == _ROOT or request.query.get("username"):
+        return True
+    command = f"set -- {shlex.quote(path)}; {check}"
+    result = await live.handle.exec(command, user=account.name, cwd="/", timeout_s=_CHECK_TIMEOUT_S)
+    return result.exit_code == 0
+
+
+async def _write(
+    request: web.Request, live: LiveSandbox, account: Account, path: str, content: AsyncIterator[bytes]
+) -> None:
+    if await _may(request, live, account, _MAY_WRITE, path):
+        process = await _start(live, account.name, _WRITE, path, stdin=True)
+    else:
+        process = await _start(live, _ROOT, _WRITE_FOR, path, account.name, stdin=True)
     transfer = _Transfer(process)
     try:
         # If the writer has ended early, its exit code says why.

@@ -53,7 +53,7 @@ class Observation:
             web.post(f"{one}/snapshots", on(self._snapshot)),
             web.post(f"{one}/fork", on(self._fork)),
             web.get("/snapshots", owned(self._snapshots)),
-            web.delete("/templates/{id}", owned(self._delete_snapshot)),
+            web.delete("/templates/{id}", owned(self.delete_snapshot)),
         ]
         versions = ("", "/v2", "/v3")
         refused = [
@@ -114,7 +114,8 @@ class Observation:
         found = self._sandboxes.table.snapshots(owner.name)
         return web.json_response([_shown(one) for one in found if sandbox_id in ("", one.sandbox_id)])
 
-    async def _delete_snapshot(self, request: web.Request, owner: Owner) -> web.Response:
+    async def delete_snapshot(self, request: web.Request, owner: Owner) -> web.Response:
+        """Delete the snapshot that the path names as a template. Raises ApiError 404."""
         name = request.match_info["id"]
         found = next((one for one in self._sandboxes.table.snapshots(owner.name) if one.id == name), None)
         if found is None:

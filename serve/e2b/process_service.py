@@ -56,7 +56,7 @@ class ProcessService:
         message = await read_single(call.request)
         command = parse_command(message)
         account = await call.account()
-        folder = account.folder if command.cwd is None else account.resolve(command.cwd)
+        folder = (call.live.row.folder or account.folder) if command.cwd is None else account.resolve(command.cwd)
         if command.cwd is not None:
             check = f"test -d {shlex.quote(folder)}"
             found = await call.live.handle.exec(check, user=account.name, cwd="/", timeout_s=_CHECK_TIMEOUT_S)

@@ -28,6 +28,7 @@ from headrace.serve.e2b.filesystem_service import FilesystemService, WatchServic
 from headrace.serve.e2b.observation import Observation
 from headrace.serve.e2b.ports import Ports, check_domain
 from headrace.serve.e2b.process_service import ProcessService
+from headrace.serve.e2b.template_routes import TemplateRoutes
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import ApiKeys
@@ -35,11 +36,13 @@ from headrace.serve.e2b_sandboxes.lifecycle import Backend, Sandboxes
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.recovery import recover
 from headrace.serve.e2b_sandboxes.table import SandboxTable
+from headrace.serve.e2b_sandboxes.templates import MAX_BYTES, Templates
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
 
+    from headrace.sandboxes.images.builder import ImageBuilder
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0
@@ -59,6 +62,8 @@ class ServerSettings:
     images: ImageMap = field(default_factory=ImageMap)
     state_folder: Path | None = None
     """Folder that contains the table; None for a table in memory."""
+    max_template_bytes: int = MAX_BYTES
+    """Bytes of the images of one key's templates."""
     keep_sandboxes: bool = False
     """Keep the sandboxes alive at shutdown, for the next server that uses this folder."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
@@ -85,9 +90,15 @@ class E2bServer:
     """An async context manager that serves while it is entered."""
 
     def __init__(
-        self, backend: Backend, settings: ServerSettings | None = None, parts: Sequence[ServerPart] = ()
+        self,
+        backend: Backend,
+        settings: ServerSettings | None = None,
+        parts: Sequence[ServerPart] = (),
+        builder: ImageBuilder | None = None,
     ) -> None:
+        """`builder` builds templates with the sandboxes of the backend; without it the template routes answer 501."""
         self._backend = backend
+        self._builder = builder
         self._settings = settings or ServerSettings()
         self._parts = parts
         self._stack = AsyncExitStack()
@@ -126,10 +137,15 @@ class E2bServer:
                     sudo=self._settings.sudo,
                     defaults=self._settings.limits,
                 )
+                templates = None
+                if self._builder is not None:
+                    most = self._settings.max_template_bytes
+                    templates = Templates(sandboxes, self._builder, self._settings.images, most)
+                    await self._builder.prepare()
                 await recover(sandboxes)
                 stack.push_async_callback(self._end_sandboxes, sandboxes)
                 tasks.start(sandboxes.run())
-                application = make_application(sandboxes, self._settings.keys)
+                application = make_application(sandboxes, self._settings.keys, templates)
             else:
                 await stack.enter_async_context(tasks)
                 application = _bare_application()
@@ -179,11 +195,15 @@ def _bare_application(*middlewares: Any) -> web.Application:
     return web.Application(middlewares=[_json_errors, *middlewares], client_max_size=0)
 
 
-def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
+def make_application(sandboxes: Sandboxes, keys: ApiKeys, templates: Templates | None = None) -> web.Application:
     """Return an application with all routes, also for use in another program."""
     access, envd = Access(sandboxes, keys), Envd(sandboxes)
     application = _bare_application(Ports(sandboxes, envd).middleware)
-    application.add_routes(Observation(sandboxes).routes(access))
+    observation = Observation(sandboxes)
+    if templates is not None:
+        # Before the routes that refuse whatever else there is about templates.
+        application.add_routes(TemplateRoutes(templates, observation).routes(access))
+    application.add_routes(observation.routes(access))
     application.add_routes(ControlPlane(sandboxes).routes(access))
     application.add_routes(ProcessService(sandboxes.tasks).routes(envd))
     application.add_routes(FilesystemService().routes(envd))

@@ -60,14 +60,14 @@ class Accounts:
     """Cache of the users of one sandbox. `default` is the user of requests that name none (the SDKs omit it from envd
     0.4.0 on)."""
 
-    def __init__(self, sandbox: Sandbox, default: str) -> None:
+    def __init__(self, sandbox: Sandbox, default_user: str = "") -> None:
         self._sandbox = sandbox
-        self._default = default
+        self._default_user = default_user or "root"
         self._known: dict[str, Account] = {}
 
     async def find(self, name: str) -> Account:
         """Look up a user. Raises RpcError (the user is unknown), SandboxError."""
-        name = name or self._default
+        name = name or self._default_user
         if (known := self._known.get(name)) is not None:
             return known
         result = await self._sandbox.exec(_HOME_SCRIPT, user=name, cwd="/", timeout_s=_TIMEOUT_S)

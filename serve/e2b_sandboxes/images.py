@@ -28,6 +28,14 @@ class ImageMap:
         """Return the names that clients can use."""
         return sorted(self._images)
 
+    def find(self, name: str) -> str | None:
+        """Return the image of a name, or None."""
+        return self._images.get(name)
+
+    def names_image(self, template: str, metadata: Mapping[str, str]) -> bool:
+        """Return True if a create request names an image of this map, or names one by its metadata."""
+        return template in self._images or any(key in metadata for key in self._keys)
+
     def resolve(self, template: str, metadata: Mapping[str, str], snapshots: Mapping[str, str]) -> str:
         """Return the image for a create request; `snapshots` are the owner's snapshots. Raises ImageUnknown."""
         name = next((metadata[key] for key in self._keys if key in metadata), template)

@@ -16,6 +16,8 @@ import hashlib
 import logging
 import secrets
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, Protocol
@@ -28,7 +30,8 @@ from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
 from headrace.serve.e2b_sandboxes.images import BootQueue, ImageMap
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
-from headrace.serve.e2b_sandboxes.table import Row, SandboxTable, State
+from headrace.serve.e2b_sandboxes.starting import start_template
+from headrace.serve.e2b_sandboxes.table import Row, SandboxTable, State, TemplateBuild
 
 if TYPE_CHECKING:
     import builtins
@@ -48,6 +51,10 @@ NO_SUDO: Final = "headrace_sudo"
 _USER: Final = "user"
 _FILES: Final = "/run/e2b"
 """Folder of the files with the values of `Row.base_env`."""
+READY_S: Final = 60.0
+"""Time that the start command of a template is given until its ready command succeeds."""
+IMAGE: Final = "image:"
+"""Prefix of references to images of the catalogue (sandboxes.images.catalog)."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +70,12 @@ class Backend(Protocol):
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 
     async def list(self) -> builtins.list[SandboxInfo]: ...
+
+
+class BuiltTemplates(Protocol):
+    """The templates that clients have built."""
+
+    def find_build(self, owner: str, name: str) -> TemplateBuild | None: ...
 
 
 class Sandboxes:
@@ -90,6 +103,10 @@ class Sandboxes:
         self._queue = BootQueue()
         self._live: dict[str, LiveSandbox] = {}
         self._booting: dict[str, _Boot] = {}
+        self.builds: Counter[str] = Counter()
+        """Running builds of templates by owner, each of which counts as a sandbox."""
+        self.built: BuiltTemplates | None = None
+        """The templates that creates can name besides the image map, if this server builds any."""
         self._clock = ExpiryClock(self._on_due)
 
     async def run(self) -> None:
@@ -162,14 +179,26 @@ class Sandboxes:
             known = self._booting.get(row.id)
             return row if known is None or known.result is None else await asyncio.shield(known.result)
         snapshots = {one.id: one.image for one in self.table.snapshots(owner.name)}
-        image = self._images.resolve(order.template_id, order.metadata, snapshots)
-        if self._is_full(owner):
-            message = f"key {owner.name!r} has reached its limit of {owner.max_sandboxes} concurrent sandboxes"
-            raise ApiError(429, message, retry_after_s=_QUOTA_RETRY_S)
+        built = None
+        if self.built is not None and not self._images.names_image(order.template_id, order.metadata):
+            built = self.built.find_build(owner.name, order.template_id)
+        if built is None:
+            image = self._images.resolve(order.template_id, order.metadata, snapshots)
+        else:
+            image = f"{IMAGE}{built.image}"
+        self.check_quota(owner)
         row = _new_row(owner, order, image, timeout_s, client_key, request_digest)
         if Feature.GUEST in self.backend.features:
             sudo = self._sudo and order.metadata.get(NO_SUDO) != "no"
-            row = replace(row, default_user=_USER, guest=True, sudo=sudo)
+            row = replace(row, user=_USER, guest=True, sudo=sudo)
+        if built is not None:
+            row = replace(
+                row,
+                user=built.user or row.user,
+                folder=built.folder,
+                start_command=built.start_command,
+                ready_command=built.ready_command,
+            )
         boot = self._booting[row.id] = _Boot(row)
         if not client_key:
             # In the request's own task: a client that disconnects cancels the boot, which then leaves nothing.
@@ -177,8 +206,18 @@ class Sandboxes:
         boot.result = self.tasks.share(self._boot(row))
         return await asyncio.shield(boot.result)
 
-    def _is_full(self, owner: Owner) -> bool:
+    def check_quota(self, owner: Owner, *, own_build: bool = False) -> None:
+        """Check that an owner may have one sandbox more; `own_build` is the check of a build that counts already.
+        Raises ApiError 429."""
+        if self._is_full(owner, besides=1 if own_build else 0):
+            message = (
+                f"key {owner.name!r} has reached its limit of {owner.max_sandboxes} concurrent sandboxes and builds"
+            )
+            raise ApiError(429, message, retry_after_s=_QUOTA_RETRY_S)
+
+    def _is_full(self, owner: Owner, besides: int = 0) -> bool:
         used = len(self.rows(owner)) + sum(boot.row.owner == owner.name for boot in self._booting.values())
+        used += self.builds[owner.name] - besides
         return owner.max_sandboxes is not None and used >= owner.max_sandboxes
 
     async def _boot(self, row: Row) -> Row:
@@ -188,13 +227,25 @@ class Sandboxes:
                 ref = await self.backend.create(spec_of(row))
                 now = time.time()
                 row = replace(row, ref=ref, state=State.RUNNING, started_at=now, end_at=now + row.timeout_s)
-                await self.adopt(row, ref)
+                live = await self.adopt(row, ref)
+            if row.start_command or row.ready_command:
+                await self._start(live)
         except BaseException:
             self.table.drop(row.id)
             raise
         finally:
             self._booting.pop(row.id, None)
         return row
+
+    async def _start(self, live: LiveSandbox) -> None:
+        """Run the start command of a sandbox's template, and wait until its ready command succeeds; its clock is its
+        own. A sandbox that does not become ready is killed. Raises BootTimeout, SandboxError."""
+        try:
+            await start_template(live, self.tasks, READY_S)
+        except BaseException:
+            with suppress(SandboxError):
+                await self.kill(live)
+            raise
 
     async def adopt(self, row: Row, ref: SandboxRef) -> LiveSandbox:
         """Start serving a sandbox that already exists."""

@@ -75,12 +75,12 @@ class LiveSandbox:
     """True while the sandbox is being killed; clients see it as dead."""
 
     def __post_init__(self) -> None:
-        self.accounts = Accounts(self.handle, self.row.default_user)
+        self.accounts = Accounts(self.handle, self.row.user)
 
     def continue_as(self, handle: Sandbox) -> None:
         """Replace the provider's sandbox with another one, which clients see as the same sandbox."""
         self.handle = handle
-        self.accounts = Accounts(handle, self.row.default_user)
+        self.accounts = Accounts(handle, self.row.user)
 
     @property
     def runs(self) -> bool:

@@ -7,7 +7,8 @@ Invariants:
 - The file has mode 0600 in a folder of mode 0700, and a lock allows one server at a time.
 - Nothing is lost if the server crashes. Rows are not fsynced one by one, because a crash of the machine ends the
   sandboxes as well. A call takes well under a millisecond.
-- Without a folder, the database is lost when the server ends. A file with another schema is refused.
+- Without a folder, the database is lost when the server ends. A file with an older schema is brought to this one, which
+  only adds tables; one with a newer schema is refused.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.private_folders import make_missing
 
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
+"""Version 1 had no table of templates, which is made when a file of that version is opened."""
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
     "CREATE TABLE IF NOT EXISTS snapshots (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
+    "CREATE TABLE IF NOT EXISTS templates (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
 )
 
 
@@ -64,8 +67,6 @@ class Row:
     pause_at_end: bool = False
     auto_resume: bool = False
     """Resume the sandbox for a request that finds it paused."""
-    default_user: str = "root"
-    """User of requests that name none."""
     guest: bool = False
     """True if the sandbox has the account and the files that E2B's clients expect."""
     sudo: bool = False
@@ -83,6 +84,12 @@ class Row:
     """The client's Idempotency-Key."""
     request_digest: str = ""
     """Digest of the request body that came with the key."""
+    user: str = ""
+    """User of the commands of clients that name none; "" for the server's default."""
+    folder: str = ""
+    """Folder of commands that name none; "" for the user's own."""
+    start_command: str = field(default="", repr=False)
+    ready_command: str = field(default="", repr=False)
 
     @property
     def traffic_token(self) -> str:
@@ -105,6 +112,39 @@ class Snapshot:
     name: str
     sandbox_id: str
     created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateBuild:
+    """A finished build of a template, whose image has the name `image` in the catalogue."""
+
+    id: str
+    image: str
+    size_bytes: int
+    created_at: float
+    finished_at: float
+    user: str = ""
+    folder: str = ""
+    start_command: str = ""
+    ready_command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A template with at least one finished build. `tags` maps each tag to the id of a build."""
+
+    id: str
+    owner: str
+    name: str
+    builds: tuple[TemplateBuild, ...]
+    tags: dict[str, str]
+    tagged_at: dict[str, float]
+    created_at: float
+    updated_at: float
+    cpu_count: int = 0
+    memory_mb: int = 0
+    spawn_count: int = 0
+    last_spawned_at: float | None = None
 
 
 class SandboxTable:
@@ -146,6 +186,23 @@ class SandboxTable:
         found = [Snapshot(**orjson.loads(blob)) for (blob,) in blobs]
         return sorted((one for one in found if one.owner == owner), key=lambda one: (one.created_at, one.id))
 
+    def put_template(self, template: Template) -> None:
+        """Insert or replace a template."""
+        values = (template.id, orjson.dumps(asdict(template)))
+        self._database.execute("INSERT OR REPLACE INTO templates VALUES (?, ?)", values)
+
+    def drop_template(self, template_id: str) -> None:
+        self._database.execute("DELETE FROM templates WHERE id = ?", (template_id,))
+
+    def templates(self) -> list[Template]:
+        """Return the templates of all owners."""
+        found = []
+        for (blob,) in self._database.execute("SELECT row FROM templates ORDER BY id"):
+            document = orjson.loads(blob)
+            document["builds"] = tuple(TemplateBuild(**build) for build in document["builds"])
+            found.append(Template(**document))
+        return found
+
     def close(self) -> None:
         self._file.close()
 
@@ -170,7 +227,7 @@ class ServerDatabase:
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
             database = sqlite3.connect(path, isolation_level=None)
             version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, schema_version):
+            if not 0 <= version <= schema_version:
                 database.close()
                 raise OSError(f"schema {version} is not supported; this version has schema {schema_version}")
             database.execute("PRAGMA journal_mode = WAL")

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from headrace.sandboxes.base import Network
 from headrace.sandboxes.errors import SpecRefused
+from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
@@ -114,6 +116,8 @@ class ServeOptions:
     host_key: Path | None = None
     """File that contains the key for the servers in `host_urls`."""
     apply_patch: ApplyPatch | None = None
+    build_network: str = "none"
+    """Network of the RUN steps of template builds: `none` or `host`."""
 
 
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
@@ -131,6 +135,8 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
     if not 1 <= options.lease_s <= 24 * 3600:
         raise SpecRefused(f"--lease-s {options.lease_s}: must be from 1 to 86400 seconds")
     config = provider_config(options)
+    if options.build_network not in (Network.NONE, Network.HOST):
+        raise SpecRefused(f"--build-network {options.build_network}: choose none or host")
     settings = ServerSettings(
         serve_e2b=E2B in apis,
         host=options.host,
@@ -154,7 +160,10 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
             lease_s=options.lease_s,
             apply_patch=options.apply_patch,
         )
-        async with E2bServer(provider, settings, (part,) if part.apis else ()) as server:
+        builder = None
+        if isinstance(provider, LocalProvider):
+            builder = ImageBuilder(provider, network=Network(options.build_network))
+        async with E2bServer(provider, settings, (part,) if part.apis else (), builder) as server:
             announce(server.url)
             await stopped.wait()
 
@@ -176,6 +185,7 @@ def provider_config(options: ServeOptions) -> LocalSandboxConfig | OciSandboxCon
                     # One folder for each state folder, with a path short enough for a socket.
                     digest = hashlib.sha256(str(options.state.resolve()).encode()).hexdigest()[:16]
                     given["stays_in"] = runtime_folder(None) / f"e2b-{digest}"
+                given["allow_host_network"] = options.build_network == Network.HOST
                 return LocalSandboxConfig.model_validate({**given, "max_live": options.max_sandboxes})
             case "oci":
                 if options.keep_sandboxes:

@@ -1,0 +1,98 @@
+"""Catalogue of named images, in the image store's folder.
+
+Invariants:
+- The layers of a named image are never evicted; they become ordinary layers when its name is removed.
+- An entry is complete: it is written elsewhere, synced, then renamed, and only if all its layers exist.
+- A name is one file, whatever it contains: it cannot lead out of the catalogue's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.sandboxes.errors import CapacityExceeded, SpecRefused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.sandboxes.images.folders import StoreFolder
+
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedImage:
+    """An image with a name. `created_at` is in Unix seconds."""
+
+    name: str
+    source: str
+    """What it was made from: an image reference, or a template's base."""
+    digest: str
+    layers: tuple[str, ...]
+    """Digests of layers in the store, topmost first, or absolute paths of folders that are used in place."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: str = "/"
+    user: str = "root"
+    size_bytes: int = 0
+    created_at: float = 0.0
+    start_command: str = ""
+    ready_command: str = ""
+    network: str = "none"
+    """Network that its build steps had: `none` or `host`."""
+    history: tuple[str, ...] = ()
+    shows_host: bool = False
+    """True if it was built above the image `host`, whose programs it needs."""
+
+
+class ImageCatalog:
+    """Named images of one store; several processes may use it."""
+
+    def __init__(self, store: StoreFolder) -> None:
+        self._store = store
+
+    def _path(self, name: str) -> Path:
+        return self._store.home / "named" / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+
+    def put(self, image: NamedImage) -> None:
+        """Add or replace a named image. Raises SpecRefused (the name), CapacityExceeded (a layer has been evicted),
+        OSError."""
+        if not NAME.fullmatch(image.name):
+            raise SpecRefused(f"image name {image.name[:200]!r}: must have letters, digits and ._/- (at most 200)")
+        with self._store.lock("eviction"):
+            if not all(self._store.tree(digest).is_dir() for digest in image.layers):
+                raise CapacityExceeded(f"a layer of image {image.name!r} was evicted: raise image_bytes")
+            self._store.write_named(self._path(image.name).name, json.dumps(asdict(image)))
+
+    def find(self, name: str) -> NamedImage | None:
+        """Return a named image, or None if there is none, or if a folder that it uses in place is gone."""
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            return self._read(self._path(name))
+        return None
+
+    def all(self) -> list[NamedImage]:
+        """Return all named images by name."""
+        found = []
+        for path in self._store.named():
+            with suppress(FileNotFoundError, ValueError, TypeError):
+                found.append(self._read(path))
+        return sorted((image for image in found if image is not None), key=lambda image: image.name)
+
+    def remove(self, name: str) -> bool:
+        """Remove a name. Returns False if there is none. Sandboxes of the image live on."""
+        try:
+            self._path(name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read(self, path: Path) -> NamedImage | None:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        tuples = {name: tuple(document.get(name, ())) for name in ("layers", "history")}
+        image = NamedImage(**{**document, **tuples})
+        return image if all(self._store.tree(digest).is_dir() for digest in image.layers) else None
