@@ -18,6 +18,7 @@ from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.dry_run import show_dry_run
 from headrace.actors.cli.engine import serve
+from headrace.actors.cli.image import ImageFolder, image_app
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.model import model_app
@@ -73,6 +74,7 @@ app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(image_app, name="image")
 app.add_typer(retriever_app, name="retriever")
 app.add_typer(model_app, name="model")
 app.add_typer(node_app, name="node")
@@ -532,6 +534,7 @@ def serve_sandboxes(
         bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
     ] = True,
     provider: Annotated[str, typer.Option(help="Provider that runs the sandboxes: local or oci.")] = "local",
+    image_folder: ImageFolder = None,
     max_sandboxes: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of sandboxes, alive or frozen.")
     ] = None,
@@ -564,6 +567,7 @@ def serve_sandboxes(
         disk=disk,
         processes=processes,
         files=files,
+        image_folder=image_folder,
         image_map=image_map,
         metadata_image_key=metadata_image_key,
         keys=keys,

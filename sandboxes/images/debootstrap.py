@@ -19,14 +19,17 @@ from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused
 from headrace.sandboxes.kernel import syscalls
 
-SUITE: Final = re.compile(r"[a-z][a-z0-9.-]{0,40}")
+SUITE: Final = re.compile(r"[a-z][a-z0-9.-]{0,40}(\+[a-z0-9][a-z0-9.+-]{0,80}(,[a-z0-9][a-z0-9.+-]{0,80}){0,99})?")
+"""A suite and, after a plus sign, additional packages."""
 _SOURCES: Final = Path("/etc/apt")
 _MESSAGE_CHARACTERS: Final = 2000
 
 
 def install(suite: str, tree: Path) -> int:
-    """Install the minimal system with bash into an empty folder and return its size in bytes. Raises ImageRefused (no
-    debootstrap on this host, no such suite), BootFailed (the mirror does not respond)."""
+    """Install the minimal system with bash and the packages of `suite` (as `SUITE` has it) into an empty folder and
+    return its size in bytes. Raises ImageRefused (no debootstrap on this host, no such suite), BootFailed (the mirror
+    does not respond)."""
+    suite, _, packages = suite.partition("+")
     program = shutil.which("debootstrap", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if program is None:
         raise ImageRefused("debootstrap is not installed on this host: apt-get install debootstrap")
@@ -42,7 +45,8 @@ def install(suite: str, tree: Path) -> int:
         answer = subprocess.run(ask, capture_output=True, check=False, text=True, env=child_environment()).stdout
         if match := re.fullmatch(r"PROXY='([^']+)'\n?", answer):
             environment[f"{scheme}_proxy"] = match[1]
-    command = [program, "--variant=minbase", suite, str(tree), *([mirror] if mirror else [])]
+    include = [f"--include={packages}"] if packages else []
+    command = [program, "--variant=minbase", *include, suite, str(tree), *([mirror] if mirror else [])]
     done = subprocess.run(command, capture_output=True, check=False, env=environment)
     if done.returncode != 0:
         output = (done.stdout + done.stderr)[-_MESSAGE_CHARACTERS:].decode(errors="replace").strip()

@@ -130,16 +130,28 @@ class StoreFolder:
     def size_bytes(self) -> int:
         return sum(size for _, size, _ in self._layers())
 
-    def evict(self, max_bytes: int, keep: Sequence[str] = ()) -> None:
-        """Remove the least recently used layers until at most `max_bytes` remain, except those that are leased or in
-        `keep`."""
+    def retained(self, *, without: Sequence[str] = ()) -> set[str]:
+        """Return the digests of the layers that are leased, or belong to named images other than those `without`."""
+        found = self.leased()
+        for path in self.named():
+            with suppress(FileNotFoundError):
+                image = json.loads(path.read_bytes())
+                if image["name"] not in without:
+                    found.update(image["layers"])
+        return found
+
+    def unused_bytes(self, *, without: Sequence[str] = ()) -> int:
+        """Return the bytes of the layers that are not `retained`."""
+        kept = self.retained(without=without)
+        return sum(size for _, size, digest in self._layers() if digest not in kept)
+
+    def evict(self, max_bytes: int, keep: Sequence[str] = ()) -> int:
+        """Remove the least recently used layers until at most `max_bytes` remain, except those that are retained or in
+        `keep`. Returns the bytes removed."""
         with self.lock("eviction"):
-            retained = self.leased() | set(keep)
-            for path in self.named():
-                with suppress(FileNotFoundError):
-                    retained.update(json.loads(path.read_bytes())["layers"])
+            retained = self.retained() | set(keep)
             layers = sorted(self._layers())
-            total = sum(size for _, size, _ in layers)
+            before = total = sum(size for _, size, _ in layers)
             trash = self.home / "unpacking" / new_owner()
             trash.mkdir()
             for _, size, digest in layers:
@@ -150,6 +162,7 @@ class StoreFolder:
         for path in (self.home / "records").glob("*.json"):
             if self.read_record(path.stem) is None:
                 path.unlink(missing_ok=True)
+        return before - total
 
     def named(self) -> list[Path]:
         """Return the files of all named images."""

@@ -26,6 +26,7 @@ from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     import tarfile
+    from collections.abc import Callable
 
 
 MAX_ENTRIES: Final = 1_000_000
@@ -58,14 +59,23 @@ class UnpackedLayer(NamedTuple):
     entries: int
 
 
-def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bool) -> UnpackedLayer:
-    """Unpack a tar into an empty folder. Raises ImageRefused, and OSError for anything that the host refuses."""
+def unpack(
+    stream: TarInput,
+    folder: str,
+    limits: UnpackLimits,
+    *,
+    whiteouts: bool,
+    report: Callable[[int], None] = lambda _bytes: None,
+) -> UnpackedLayer:
+    """Unpack a tar into an empty folder. `report` is called often with the bytes so far. Raises ImageRefused, and
+    OSError for anything that the host refuses."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         writer = LayerWriter(root, limits, whiteouts=whiteouts)
         try:
             for archive, member in members(stream):
                 writer.add(archive, member)
+                report(writer.bytes)
             writer.set_folder_times()
         finally:
             writer.close()

@@ -10,8 +10,9 @@ Invariants:
 - A folder with a root file system is used in place; its owner must not change it while it is in use.
 
 References: an absolute path to a root file system folder; to a tar of one (.tar, gzip, xz, zstd); to an OCI image
-layout folder; to an OCI archive or `docker save` archive; any of the last three with `:tag`; `debootstrap:SUITE`;
-`image:NAME` for a named image; `built:KEY` for what `builder` has recorded.
+layout folder; to an OCI archive or `docker save` archive; any of the last three with `:tag`; `debootstrap:SUITE`, with
+`+PACKAGE,PACKAGE` after it if it needs more; `image:NAME` for a named image; `built:KEY` for what `builder` has
+recorded.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import re
 import signal
 import stat
 import sys
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +55,12 @@ BUILT: Final = "built:"
 """Prefix of references to images that `builder` has recorded; no client can name one."""
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
 _LEASE_TRIES: Final = 3
+_MAX_LINE_BYTES: Final = 16 << 20
+_LOG_EVERY_S: Final = 5.0
 _PENDING_S: Final = 1.0
 """Retry-After of an image that is still being unpacked."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,14 @@ class ResolvedImage:
     """Default user of commands."""
     shows_host: bool = False
     """True if the image was built above the image `host`, whose programs it needs."""
+
+
+class UnpackProgress(NamedTuple):
+    """Progress of an image that is being unpacked: the layer that is being read, and its bytes so far."""
+
+    layer: int
+    layers: int
+    bytes: int
 
 
 class _Located(NamedTuple):
@@ -109,6 +124,9 @@ class ImageStore:
         self._max_bytes = max_bytes
         self._unpacking: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._prepared = False
+        self._logged: dict[str, float] = {}
+        self.on_progress: Callable[[str, UnpackProgress], None] = lambda _reference, _progress: None
+        """Called with a reference that is being unpacked, twice a second at most."""
 
     @property
     def files(self) -> StoreFolder:
@@ -178,6 +196,7 @@ class ImageStore:
 
         def forget(done: asyncio.Task[dict[str, Any]]) -> None:
             del self._unpacking[located.key]
+            self._logged.pop(reference, None)
             if not done.cancelled():
                 # Mark the error as retrieved, in case no caller waits any more.
                 done.exception()
@@ -225,9 +244,17 @@ class ImageStore:
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(),
             start_new_session=True,
+            limit=_MAX_LINE_BYTES,
         )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        began, output = time.monotonic(), b""
         try:
-            output, _ = await process.communicate(json.dumps(request).encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.close()
+            async for output in process.stdout:
+                self._note_progress(reference, began, output)
+            await process.wait()
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -240,6 +267,18 @@ class ImageStore:
         if "error" in answer:
             raise error_from_name(str(answer["error"]), f"image {reference!r}: {answer['message']}")
         return answer
+
+    def _note_progress(self, reference: str, began: float, line: bytes) -> None:
+        """Remember a line of the worker's progress, and log it now and then."""
+        with suppress(ValueError, KeyError):
+            report = json.loads(line)
+            progress = UnpackProgress(layer=report["layer"], layers=report["layers"], bytes=report["bytes"])
+            self.on_progress(reference, progress)
+            elapsed_s = time.monotonic() - began
+            if elapsed_s >= self._logged.get(reference, -_LOG_EVERY_S) + _LOG_EVERY_S:
+                self._logged[reference] = elapsed_s
+                text = "image %s: unpacking layer %d of %d, %d MiB of it so far, %.0f s"
+                logger.info(text, reference, progress.layer, progress.layers, progress.bytes >> 20, elapsed_s)
 
     async def _clean_up(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
@@ -261,7 +300,9 @@ def _locate(reference: str) -> _Located:
     if reference.startswith(_DEBOOTSTRAP):
         suite = reference.removeprefix(_DEBOOTSTRAP)
         if not SUITE.fullmatch(suite):
-            raise ImageUnknown(f"image {reference!r}: give the name of a suite, like debootstrap:bookworm")
+            raise ImageUnknown(
+                f"image {reference!r}: give a suite and perhaps packages, like debootstrap:bookworm+git,python3"
+            )
         return _Located("debootstrap", suite, None, _key("debootstrap", suite))
     if reference.startswith(NAMED):
         # Only the store knows its names.

@@ -1,7 +1,8 @@
 """Child process that unpacks images, so that an event loop never blocks and a cancelled unpacking can be killed.
 
-Standard input: one JSON object {home, reference, key, kind, path, tag, max_bytes}. Standard output: the record of the
-resolved image, or {error, message}.
+Standard input: one JSON object {home, reference, key, kind, path, tag, max_bytes}. Standard output: lines of progress
+{layer, layers, bytes}, where `bytes` are those of the layer so far, and last the record of the resolved image, or
+{error, message}.
 
 Invariants: it dies with its parent. If it is killed, its files remain in `unpacking` under its own name, where the next
 sweep finds them. No record is written for an image that fails its check.
@@ -16,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +31,7 @@ from headrace.sandboxes.images.streams import FileRange, TarStream, compression_
 from headrace.sandboxes.kernel import syscalls
 
 _MEMORY_BYTES: Final = 4 << 30
+_REPORT_S: Final = 0.5
 _HEADER_BYTES: Final = 8192
 """Average number of bytes that a tar may use for each entry's headers and padding."""
 
@@ -49,7 +52,7 @@ def main() -> None:
         answer = {"error": type(failure).__name__, "message": failure.message}
     except MemoryError:
         answer = {"error": "ImageRefused", "message": "unsafe archive: its headers need more memory than allowed"}
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 def classify(error: OSError, home: str) -> SandboxError:
@@ -57,6 +60,27 @@ def classify(error: OSError, home: str) -> SandboxError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutOfDisk(f"no space left for images in {home}: free some space or choose another image_folder", 30.0)
     return BootFailed(f"unpacking an image failed: {error}")
+
+
+class Progress:
+    """Reports progress on standard output, at most once every `_REPORT_S` seconds."""
+
+    def __init__(self) -> None:
+        self._layer, self._layers = 1, 1
+        self._due = 0.0
+
+    def begin(self, layer: int, layers: int) -> None:
+        """A layer begins; numbers start at 1."""
+        self._layer, self._layers, self._due = layer, layers, 0.0
+        self.report(0)
+
+    def report(self, done_bytes: int) -> None:
+        """The layer has this many bytes so far."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _REPORT_S
+            line = {"layer": self._layer, "layers": self._layers, "bytes": done_bytes}
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
 
 
 class Worker:
@@ -67,6 +91,7 @@ class Worker:
         self._max_bytes = max_bytes
         self._left_bytes = max_bytes
         self._owner = new_owner()
+        self._progress = Progress()
 
     def resolve(self, request: Record) -> Record:
         """Return the record of an image, unpacking it if needed. Raises ImageUnknown, ImageRefused, OSError."""
@@ -85,6 +110,7 @@ class Worker:
     def _build(self, kind: str, path: str, tag: str | None) -> Record:
         if kind == "debootstrap":
             with self._store.new_layer() as folder:
+                self._progress.report(0)
                 size_bytes = debootstrap.install(path, folder / "tree")
                 check_usable([folder / "tree"])
                 packages = (folder / "tree/var/lib/dpkg/status").read_bytes()
@@ -114,7 +140,8 @@ class Worker:
             raise ImageUnknown(f"no image {tag!r}: {path} is the tar of a root file system, which has no tags")
         with self._store.new_layer() as folder, Path(path).open("rb") as file:
             stream = TarStream(file, FileRange(path), self._stream_bytes(self._max_bytes))
-            done = unpack(stream, str(folder / "tree"), UnpackLimits(self._max_bytes), whiteouts=False)
+            limits = UnpackLimits(self._max_bytes)
+            done = unpack(stream, str(folder / "tree"), limits, whiteouts=False, report=self._progress.report)
             check_usable([folder / "tree"])
             content = f"root file system {stream.finish()[1]}"
             digest = hashlib.sha256(content.encode()).hexdigest()
@@ -123,13 +150,20 @@ class Worker:
 
     def _from_plan(self, plan: ImagePlan) -> Record:
         digests: list[str] = []
-        for layer in plan.layers:
+        for number, layer in enumerate(plan.layers, 1):
+            self._progress.begin(number, len(plan.layers))
             with self._store.lock(layer.content_digest):
                 if not self._store.tree(layer.content_digest).is_dir():
                     with self._store.new_layer() as folder, Path(layer.part.path).open("rb") as file:
                         algorithm, _, blob_hex = (layer.blob_digest or "sha256:").partition(":")
                         stream = TarStream(file, layer.part, self._stream_bytes(self._left_bytes), algorithm)
-                        done = unpack(stream, str(folder / "tree"), UnpackLimits(self._left_bytes), whiteouts=True)
+                        done = unpack(
+                            stream,
+                            str(folder / "tree"),
+                            UnpackLimits(self._left_bytes),
+                            whiteouts=True,
+                            report=self._progress.report,
+                        )
                         blob, content = stream.finish()
                         if content != layer.content_digest or (blob_hex and blob != blob_hex):
                             raise ImageRefused(f"damaged image: layer {layer.content_digest} does not match its digest")

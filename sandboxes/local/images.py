@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 
 HOST: Final = "host"
 SNAPSHOT: Final = "snapshot:"
-_PATIENCE_S: Final = 10.0
-"""Time for which a create waits for an image that is being unpacked; after that, its caller has to wait and retry."""
 
 
 class LocalImages:
     """Images that one launcher holds. `send_request` sends the launcher a message with descriptors and returns the
     answer."""
 
-    def __init__(self, store: ImageStore, send_request: SendRequest, launcher_pid: int, max_images: int) -> None:
+    def __init__(
+        self, store: ImageStore, send_request: SendRequest, launcher_pid: int, max_images: int, patience_s: float
+    ) -> None:
         self._store = store
         self._send_request = send_request
         self._launcher_pid = launcher_pid
         self._max_images = max_images
+        self._patience_s = patience_s
         self._leases: OrderedDict[str, ImageLease] = OrderedDict()
         self._folders: set[str] = set()
         self._adding = asyncio.Lock()
@@ -55,12 +56,12 @@ class LocalImages:
         BootFailed, and ImagePending if the image takes long to unpack."""
         if reference == HOST or reference.startswith(SNAPSHOT):
             return reference
-        image = await self._store.resolve(reference, patience_s=_PATIENCE_S)
+        image = await self._store.resolve(reference, patience_s=self._patience_s)
         async with self._adding:
             if image.digest in self._leases:
                 self._leases.move_to_end(image.digest)
                 return image.digest
-            lease = await self._store.lease(reference, holder_pid=self._launcher_pid, patience_s=_PATIENCE_S)
+            lease = await self._store.lease(reference, holder_pid=self._launcher_pid, patience_s=self._patience_s)
             image, name = lease.image, lease.image.digest
             try:
                 try:

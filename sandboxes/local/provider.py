@@ -84,6 +84,9 @@ class LocalSandboxConfig(BaseModel):
     """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
     """Above this total, unused images are evicted, least recently used first."""
+    image_patience_s: float = Field(default=10.0, gt=0)
+    """Time for which create waits for an image that is being unpacked; after that it raises ImagePending, and the
+    caller asks again. Unpacking goes on meanwhile."""
     max_images: int = Field(default=64, ge=1)
     """Maximum number of images that a launcher keeps ready to boot."""
     stays_in: Path | None = None
@@ -173,7 +176,7 @@ class LocalProvider:
             await self._release()
             raise
         self._launcher = launcher
-        self._images = LocalImages(self.store, self._ask, launcher.pid, config.max_images)
+        self._images = LocalImages(self.store, self._ask, launcher.pid, config.max_images, config.image_patience_s)
         for controller, reason in launcher.missing.items():
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 

@@ -8,25 +8,40 @@ from __future__ import annotations
 import asyncio
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Self
 
-from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SpecRefused
+from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SandboxError, SpecRefused
+from headrace.sandboxes.images.catalog import NAME, ImageCatalog
+from headrace.sandboxes.images.store import NAMED, ImageStore, check_reference
 
 DEFAULT_TEMPLATE: Final = "base"
+HOST: Final = "host"
 
 
 class ImageMap:
-    """Image references by name. `base` is `host` unless the map contains it."""
+    """Image references by name. `base` is `host` unless the map contains it. `is_named` tells whether the catalogue of
+    the image store has a name; those with a slash are not for clients."""
 
-    def __init__(self, images: Mapping[str, str] | None = None, metadata_key: str = "") -> None:
-        self._images = {DEFAULT_TEMPLATE: "host", **(images or {})}
+    def __init__(
+        self,
+        images: Mapping[str, str] | None = None,
+        metadata_key: str = "",
+        is_named: Callable[[str], bool] = lambda _name: False,
+    ) -> None:
+        self._images = {DEFAULT_TEMPLATE: HOST, **(images or {})}
+        self._is_named = is_named
         self._keys = (metadata_key, f"{metadata_key}/image") if metadata_key else ()
 
     def names(self) -> list[str]:
         """Return the names that clients can use."""
         return sorted(self._images)
+
+    def with_names(self, is_named: Callable[[str], bool]) -> ImageMap:
+        """Return the same map with the names of a catalogue."""
+        key = self._keys[0] if self._keys else ""
+        return ImageMap(self._images, key, is_named)
 
     def find(self, name: str) -> str | None:
         """Return the image of a name, or None."""
@@ -40,6 +55,8 @@ class ImageMap:
         """Return the image for a create request; `snapshots` are the owner's snapshots. Raises ImageUnknown."""
         name = next((metadata[key] for key in self._keys if key in metadata), template)
         image = self._images.get(name) or snapshots.get(name)
+        if image is None and "/" not in name and self._is_named(name):
+            image = f"{NAMED}{name}"
         if image is None:
             known = ", ".join(sorted(self._images)[:20])
             raise ImageUnknown(f"image {name!r} is not in the image map (--image-map), which has: {known}")
@@ -58,6 +75,22 @@ def load_images(path: Path | None, metadata_key: str) -> ImageMap:
     if not isinstance(images, dict) or not all(isinstance(image, str) and image for image in images.values()):
         raise SpecRefused(f'--image-map {path}: must contain only lines of the form `name = "image reference"`')
     return ImageMap(images, metadata_key)
+
+
+def checked(path: Path | None, images: ImageMap, store: ImageStore) -> ImageMap:
+    """Return a map whose names the store can provide, and which finds the store's named images too. Raises SpecRefused
+    for a reference that leads nowhere on this host."""
+    catalog = ImageCatalog(store.files)
+    for name in images.names():
+        reference = images.find(name) or ""
+        try:
+            if reference.startswith(NAMED) and catalog.find(reference.removeprefix(NAMED)) is None:
+                raise ImageUnknown("there is no image of that name (headrace image list)")
+            if reference != HOST:
+                check_reference(reference)
+        except SandboxError as error:
+            raise SpecRefused(f"--image-map {path}: {name} = {reference!r}: {error.message}") from error
+    return images.with_names(lambda name: NAME.fullmatch(name) is not None and catalog.find(name) is not None)
 
 
 BOOTS: Final = 16

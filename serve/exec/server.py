@@ -14,7 +14,7 @@ import hashlib
 import resource
 import signal
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
@@ -28,7 +28,7 @@ from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
 from headrace.sandboxes.retry import RetryConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import load_images
+from headrace.serve.e2b_sandboxes.images import checked, load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits, parse_size
 from headrace.serve.exec.dropin import DropIn
@@ -98,6 +98,8 @@ class ServeOptions:
     """Maximum number of processes of one of its users."""
     files: int | None = None
     """Maximum number of open files of one process."""
+    image_folder: Path | None = None
+    """Folder of the image store; None for the user's own."""
     image_map: Path | None = None
     metadata_image_key: str = ""
     keys: Path | None = None
@@ -153,6 +155,9 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with _provider(options, config) as provider:
+        if isinstance(provider, LocalProvider):
+            images = await asyncio.to_thread(checked, options.image_map, settings.images, provider.store)
+            settings = replace(settings, images=images)
         part = ExecPart(
             provider=provider,
             settings=settings,
@@ -176,6 +181,7 @@ def provider_config(options: ServeOptions) -> LocalSandboxConfig | OciSandboxCon
         "layer_bytes": parse_size(options.disk, "--disk") if options.disk else None,
         "pids": options.processes,
         "open_files": options.files,
+        "image_folder": options.image_folder,
     }
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     try:
