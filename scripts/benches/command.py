@@ -35,6 +35,15 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help=
 
 
 @app.command()
+def e2b(json: Json = True, creates: Annotated[int, typer.Option(min=100, help="Creates at once.")] = 1000) -> None:
+    """Measure the E2B server: many creates at once with a command in each, a tenth as many, and the latency of a
+    command."""
+    from benches.e2b_costs import measure
+
+    _print(asyncio.run(measure(burst=creates)))
+
+
+@app.command()
 def builds(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help="Number of builds.")] = 10) -> None:
     """Measure image builds of six small layers without a cache and with one, a layer of 64 MiB, and 16 builds at
     once."""

@@ -33,6 +33,14 @@ def test_sandbox_costs_are_within_bounds() -> None:
     assert figures["peers"].keys() == {"bwrap", "runc"}
 
 
+def test_a_burst_of_e2b_sandboxes_comes_up_and_leaves_nothing() -> None:
+    figures = bench("e2b", "--creates", "1000")
+    assert (figures["up"], figures["leaked"]) == (1000, 0)
+    # A hang guard, not a target: 20 s on two idle cores.
+    assert figures["burst_s"] < 120
+    assert 0 < figures["exec_p50_ms"] <= figures["exec_p99_ms"]
+
+
 def test_the_cost_of_a_rollout_is_reported_by_part() -> None:
     figures = bench("rollout", "--rollouts", "200")
     assert sum(figures["parts_ms"].values()) == pytest.approx(figures["cpu_ms_per_rollout"])

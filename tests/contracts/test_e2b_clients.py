@@ -1,0 +1,68 @@
+"""Unmodified clients of E2B against the server: the SDK for Node, and langchain-e2b."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes.local.provider import LocalProvider
+from headrace.serve.e2b.server import E2bServer
+from support.installed_programs import installed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.slow, pytest.mark.timeout(900)]
+HERE = Path(__file__).parent
+INSTALL_S = 600
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[E2bServer]:
+    async with LocalProvider() as provider, E2bServer(provider) as server:
+        yield server
+        assert await provider.list() == []
+
+
+async def output(server: E2bServer, *command: str | Path, folder: Path) -> str:
+    """Run a client to its end and return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=os.environ | {"E2B_API_URL": server.url, "E2B_SANDBOX_URL": server.url, "E2B_API_KEY": "any"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(120):
+        said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    return said.decode()
+
+
+async def test_the_node_sdk_finds_the_account_ports_metadata_and_auto_resume(server: E2bServer, tmp_path: Path) -> None:
+    if shutil.which("node") is None:
+        pytest.skip("the SDK for Node needs node, and there is none here")
+    folder = await asyncio.to_thread(installed, "install_e2b_node", timeout_s=INSTALL_S)
+    (tmp_path / "checks.mjs").write_bytes((HERE / "e2b_node_features.mjs").read_bytes())
+    (tmp_path / "node_modules").symlink_to(folder / "node_modules")
+    said = await output(server, "node", tmp_path / "checks.mjs", folder=tmp_path)
+    assert json.loads(said.splitlines()[-1]) == {
+        "who": ["user", "/home/user", "0"],
+        "same": True,
+        "page": [200, "hello"],
+        "domain": True,
+        "metadata": {"author": "me"},
+        "resumed": "awake",
+    }
+
+
+async def test_langchain_e2b_runs_unmodified(server: E2bServer, tmp_path: Path) -> None:
+    python = await asyncio.to_thread(installed, "install_langchain_e2b", timeout_s=INSTALL_S)
+    said = await output(server, python, HERE / "langchain_e2b_checks.py", folder=tmp_path)
+    assert said.splitlines()[-1] == "all passed"
