@@ -585,6 +585,13 @@ def serve_sandboxes(
     serve(options, lambda url: _announce(url, json))
 
 
+_EXTRAS = {"gateway": "gateway", "sandbox": "sandbox", "image": "sandbox"}
+"""Extras of this package that a command needs; others need `run`."""
+_LEARNER = frozenset(("torch", "megatron", "einops", "matplotlib"))
+_SERVICES = ("ray", "fastapi", "safetensors", "bm25s", "starlette", "tokenizers", "jinja2", "e2b_dockerfile_utils")
+_OPTIONAL = frozenset((*_SERVICES, *_LEARNER))
+
+
 def main() -> None:
     """Run the command line; an expected error prints one line."""
     from headrace.actors.cli.output import EXPECTED
@@ -602,6 +609,14 @@ def main() -> None:
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in _OPTIONAL:
+            raise
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        extra = _EXTRAS.get(command, "run,cpu" if module in _LEARNER else "run")
+        say(f"headrace: this command needs the module {module}: pip install 'headrace[{extra}]'")
+        sys.exit(EXIT_BAD_INPUT)
     except RunEnded as end:
         _say_error(end.cause, verbose=verbose or not isinstance(end.cause, EXPECTED))
         sys.exit(exit_codes.exit_code_of_run(end.cause))
