@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.sandboxes.errors import NamespacesUnavailable
+from headrace.sandboxes.images.store import default_image_folder
 from headrace.sandboxes.kernel.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
 from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.local.provider import LocalSandboxConfig
@@ -35,7 +36,8 @@ _MEANING: Final = {
     "cgroup cpu": "processor limit of a sandbox",
     "cgroup pids": "limit of all processes of a sandbox",
     "cgroup freezer": "pause and resume",
-    "images and snapshots": "overlayfs above layers shown with the sandbox's ids (idmapped mounts): no copies",
+    "images": "overlayfs above layers shown with the sandbox's ids (idmapped mounts of the image folder): no copies",
+    "snapshots": "the same for layers in memory; with layers_in, those on that disk count",
     "death with the owner": "pidfd and parent-death signal: no sandbox outlives the pool",
     "bash": "/bin/bash runs the commands",
     "python3": "/usr/bin/python3 for tasks and checks written in Python",
@@ -44,7 +46,8 @@ _OPTIONAL: Final = (
     "python3",
     "id range",
     "call filter",
-    "images and snapshots",
+    "images",
+    "snapshots",
     "cgroup memory",
     "cgroup cpu",
     "cgroup pids",
@@ -72,7 +75,7 @@ def probe() -> tuple[Guarantee, ...]:
     programs = {"bash": "/bin/bash", "python3": "/usr/bin/python3"}
     reasons: dict[str, str] = dict.fromkeys(_MEANING, "not probed")
     sums: list[Guarantee] = []
-    command = stdlib_command("launcher.probe")
+    command = (*stdlib_command("launcher.probe"), str(default_image_folder()))
     try:
         completed = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, cwd="/", env={})
         document = json.loads(completed.stdout)

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH102, PTH106, PTH123
+# ruff: noqa: PTH102, PTH106, PTH112, PTH120, PTH123
 # (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
 """Probe of this machine's kernel, which tries each isolation feature in a forked child with only the standard library.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Final
@@ -71,14 +72,15 @@ def _id_range() -> None:
     os.close(IdMaps().get(0, FIRST_ID))
 
 
-def _private_root(then: Callable[[], None] = lambda: None) -> None:
-    """Build the launcher's own root (tmpfs, read-only binds by mount_setattr, devices, pivot_root), then call
-    `then`."""
+def _private_root(then: Callable[[int], None] = lambda _mount: None, source: str = "") -> None:
+    """Build the launcher's own root (tmpfs, read-only binds by mount_setattr, devices, pivot_root), then call `then`
+    with a mount of the host's folder `source`, or -1 without one."""
     folder = tempfile.mkdtemp(prefix="headrace-probe-")
 
     def build() -> None:
+        mount = syscalls.copy_mount(source) if source else -1
         rootfs.build_launcher_root(folder, single_id=os.geteuid() != 0)
-        then()
+        then(mount)
 
     try:
         reason = _in_child(build)
@@ -116,17 +118,27 @@ def _pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
-def _mapped_overlay() -> None:
-    """In a private root, mount an overlay whose lower layer is a folder shown with other ids."""
+def _images() -> None:
+    """Mount an overlay whose lower layer is the folder of the image store, or what exists of its path, with other
+    ids."""
+    # After the two arguments of `stdlib_process`.
+    source = sys.argv[3] if len(sys.argv) > 3 else "/"
+    while not os.path.isdir(source):
+        source = os.path.dirname(source)
+    _private_root(_mount_mapped_overlay, source)
+
+
+def _snapshots() -> None:
+    """The same with a folder in memory, where layers of sandboxes are unless `layers_in` is set."""
     _private_root(_mount_mapped_overlay)
 
 
-def _mount_mapped_overlay() -> None:
+def _mount_mapped_overlay(mount: int) -> None:
     os.mkdir("/layers/probe", 0o755)
     syscalls.mount("tmpfs", "/layers/probe", "tmpfs")
     for name in ("upper", "work", "root"):
         os.mkdir(f"/layers/probe/{name}")
-    lower = syscalls.copy_mount("/images")
+    lower = mount if mount >= 0 else syscalls.copy_mount("/images")
     syscalls.map_mount_ids(lower, IdMaps().get(0, FIRST_ID))
     syscalls.attach_mount(lower, "/lower/0")
     layer = "/layers/probe"
@@ -173,7 +185,8 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
     "dropped capabilities": _drop,
     "no new privileges": syscalls.forbid_new_privileges,
     "call filter": _call_filter,
-    "images and snapshots": _mapped_overlay,
+    "images": _images,
+    "snapshots": _snapshots,
     "death with the owner": _pidfd,
     **{f"cgroup {controller}": _group(controller) for controller in ("memory", "cpu", "pids", "freezer")},
 }

@@ -16,6 +16,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
 from headrace.sandboxes.kernel import cgroups, host_limits
+from headrace.sandboxes.kernel.cgroup_placement import LEAF
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ async def ample() -> AsyncIterator[LocalProvider]:
 
 def group_folders(launcher_pid: int, pattern: str = "headrace-*-{}-*/*/") -> list[Path]:
     mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
-    return [folder for mount in mounts for folder in Path(mount.folder).glob(pattern.format(launcher_pid))]
+    own = [Path(mount.folder) for mount in mounts]
+    # In a container the launcher has moved this process, too, and its groups are beside the leaf.
+    around = [folder.parent if folder.name == LEAF else folder for folder in own]
+    return [folder for place in around for folder in place.glob(pattern.format(launcher_pid))]
 
 
 async def test_only_the_command_that_exceeds_the_memory_limit_is_killed(provider: LocalProvider) -> None:
