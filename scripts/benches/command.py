@@ -38,7 +38,7 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help=
 def e2b(json: Json = True, creates: Annotated[int, typer.Option(min=100, help="Creates at once.")] = 1000) -> None:
     """Measure the E2B server: many creates at once with a command in each, a tenth as many, and the latency of a
     command."""
-    from benches.e2b_costs import measure
+    from benches.server.e2b_costs import measure
 
     _print(asyncio.run(measure(burst=creates)))
 
@@ -47,7 +47,7 @@ def e2b(json: Json = True, creates: Annotated[int, typer.Option(min=100, help="C
 def builds(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help="Number of builds.")] = 10) -> None:
     """Measure image builds of six small layers without a cache and with one, a layer of 64 MiB, and 16 builds at
     once."""
-    from benches.builds import measure
+    from benches.server.builds import measure
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         _print(asyncio.run(measure(Path(folder), repeats)))

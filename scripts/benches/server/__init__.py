@@ -1,0 +1,1 @@
+"""Benches of `headrace sandbox serve`."""
