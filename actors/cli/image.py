@@ -167,6 +167,32 @@ async def _check(name: str, image_folder: Path | None) -> ImageCheck:
     )
 
 
+@image_app.command("interpreter")
+def interpreter(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the image.")] = "code-interpreter-v1",
+    base: Annotated[str, typer.Option(help="Image with Python to build on.")] = "host",
+    packages: Annotated[
+        str, typer.Option(help="Packages to install instead of ipykernel, matplotlib and pandas, separated by commas.")
+    ] = "",
+    image_folder: ImageFolder = None,
+    json: Json = None,
+) -> None:
+    """Build the image of E2B's code interpreter: ipykernel, and a server for its SDKs that starts with each sandbox."""
+    from headrace.sandboxes.images.interpreter import DEFAULT_PACKAGES, add_interpreter
+    from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+
+    async def run() -> Any:
+        async with LocalProvider(LocalSandboxConfig(image_folder=image_folder)) as provider:
+            chosen = [package for package in packages.split(",") if package] or DEFAULT_PACKAGES
+            return await add_interpreter(provider, name, base, chosen)
+
+    image = asyncio.run(run())
+    if json is not None:
+        write_json(asdict(image), json)
+    else:
+        say(f"{image.name}: {len(image.layers)} layers, {image.size_bytes / (1 << 20):.1f} MiB, {image.digest}")
+
+
 @image_app.command("prune")
 def prune(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names to remove first.")] = None,

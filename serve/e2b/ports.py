@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused
+from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.local.exposed import forward, forwarded
 from headrace.serve.e2b.web_sockets import relay_web_socket
 from headrace.serve.e2b_sandboxes.errors import ApiError, api_error, not_running
@@ -113,7 +113,10 @@ class Ports:
                 for address in ("127.0.0.1", "[::1]"):
                     try:
                         return await self._connect(request, live, address, port)
-                    except aiohttp.ClientConnectorError:
+                    except Unsupported:
+                        raise
+                    except (aiohttp.ClientConnectorError, SpecRefused):
+                        # Nothing listens there, or the kernel has no IPv6.
                         continue
                     except aiohttp.ServerTimeoutError as error:
                         raise ApiError(504, f"port {port} in this sandbox accepted no connection") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SandboxError, SpecRefused
-from headrace.sandboxes.images.catalog import NAME, ImageCatalog
+from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
 from headrace.sandboxes.images.store import NAMED, ImageStore, check_reference
 
 DEFAULT_TEMPLATE: Final = "base"
@@ -21,27 +21,32 @@ HOST: Final = "host"
 
 
 class ImageMap:
-    """Image references by name. `base` is `host` unless the map contains it. `is_named` tells whether the catalogue of
-    the image store has a name; those with a slash are not for clients."""
+    """Image references by name. `base` is `host` unless the map contains it. `find_named` looks a
+    name up in the catalogue of the image store; those with a slash are not for clients."""
 
     def __init__(
         self,
         images: Mapping[str, str] | None = None,
         metadata_key: str = "",
-        is_named: Callable[[str], bool] = lambda _name: False,
+        find_named: Callable[[str], NamedImage | None] = lambda _name: None,
     ) -> None:
         self._images = {DEFAULT_TEMPLATE: HOST, **(images or {})}
-        self._is_named = is_named
+        self._find_named = find_named
         self._keys = (metadata_key, f"{metadata_key}/image") if metadata_key else ()
 
     def names(self) -> list[str]:
         """Return the names that clients can use."""
         return sorted(self._images)
 
-    def with_names(self, is_named: Callable[[str], bool]) -> ImageMap:
+    def commands_of(self, image: str) -> tuple[str, str]:
+        """Return the start command and the ready command of an image, which only named ones have."""
+        named = self._find_named(image.removeprefix(NAMED)) if image.startswith(NAMED) else None
+        return ("", "") if named is None else (named.start_command, named.ready_command)
+
+    def with_names(self, find_named: Callable[[str], NamedImage | None]) -> ImageMap:
         """Return the same map with the names of a catalogue."""
         key = self._keys[0] if self._keys else ""
-        return ImageMap(self._images, key, is_named)
+        return ImageMap(self._images, key, find_named)
 
     def find(self, name: str) -> str | None:
         """Return the image of a name, or None."""
@@ -55,7 +60,7 @@ class ImageMap:
         """Return the image for a create request; `snapshots` are the owner's snapshots. Raises ImageUnknown."""
         name = next((metadata[key] for key in self._keys if key in metadata), template)
         image = self._images.get(name) or snapshots.get(name)
-        if image is None and "/" not in name and self._is_named(name):
+        if image is None and "/" not in name and self._find_named(name) is not None:
             image = f"{NAMED}{name}"
         if image is None:
             known = ", ".join(sorted(self._images)[:20])
@@ -90,7 +95,7 @@ def checked(path: Path | None, images: ImageMap, store: ImageStore) -> ImageMap:
                 check_reference(reference)
         except SandboxError as error:
             raise SpecRefused(f"--image-map {path}: {name} = {reference!r}: {error.message}") from error
-    return images.with_names(lambda name: NAME.fullmatch(name) is not None and catalog.find(name) is not None)
+    return images.with_names(lambda name: catalog.find(name) if NAME.fullmatch(name) else None)
 
 
 BOOTS: Final = 16

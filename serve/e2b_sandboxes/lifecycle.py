@@ -202,7 +202,10 @@ class Sandboxes:
         if Feature.GUEST in self.backend.features:
             sudo = self._sudo and order.metadata.get(NO_SUDO) != "no"
             row = replace(row, user=_USER, guest=True, sudo=sudo)
-        if built is not None:
+        if built is None:
+            start, ready = self._images.commands_of(image)
+            row = replace(row, start_command=start, ready_command=ready)
+        else:
             row = replace(
                 row,
                 user=built.user or row.user,

@@ -27,11 +27,11 @@ async def start_template(live: LiveSandbox, tasks: ServerTasks, ready_s: float) 
         account = await live.accounts.find("")
     except RpcError as error:
         raise BootTimeout(f"the template's user: {error.message}") from error
-    folder = row.folder or account.folder
+    folder, env = row.folder or account.folder, {**row.base_env, **row.env}
     if row.start_command:
         command = Command(program="/bin/bash", arguments=("-l", "-c", row.start_command), tag="start_cmd")
         words = [command.program, *command.arguments]
-        process = await live.handle.spawn(words, user=account.name, env=row.env, cwd=folder)
+        process = await live.handle.spawn(words, user=account.name, env=env, cwd=folder)
         running = RunningCommand(command, process, row.id)
         live.processes.add(running)
         live.note(f"start command started: {row.start_command[:200]}")
@@ -39,9 +39,7 @@ async def start_template(live: LiveSandbox, tasks: ServerTasks, ready_s: float) 
     if is_check(row.ready_command):
         try:
             async with asyncio.timeout(ready_s):
-                await wait_until_ready(
-                    live.handle, row.ready_command, ready_s, user=account.name, env=row.env, cwd=folder
-                )
+                await wait_until_ready(live.handle, row.ready_command, ready_s, user=account.name, env=env, cwd=folder)
         except (TimeoutError, ExecTimeout) as error:
             text = f"the template's ready command did not succeed within {ready_s:g} s: {row.ready_command[:200]}"
             raise BootTimeout(text) from error

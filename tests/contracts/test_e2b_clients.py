@@ -1,4 +1,4 @@
-"""Unmodified clients of E2B against the server: the SDK for Node, and langchain-e2b."""
+"""Unmodified clients of E2B against the server: the SDK for Node, langchain-e2b and the code interpreter's SDKs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes.local.provider import LocalProvider
-from headrace.serve.e2b.server import E2bServer
+from headrace.sandboxes.images.catalog import ImageCatalog
+from headrace.sandboxes.images.interpreter import add_interpreter
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.images import ImageMap, checked
 from support.installed_programs import installed
 
 if TYPE_CHECKING:
@@ -66,3 +69,48 @@ async def test_langchain_e2b_runs_unmodified(server: E2bServer, tmp_path: Path) 
     python = await asyncio.to_thread(installed, "install_langchain_e2b", timeout_s=INSTALL_S)
     said = await output(server, python, HERE / "langchain_e2b_checks.py", folder=tmp_path)
     assert said.splitlines()[-1] == "all passed"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+async def interpreter(store: Path) -> AsyncIterator[E2bServer]:
+    """A server with the image of the code interpreter, which is built once."""
+    async with LocalProvider(LocalSandboxConfig(image_folder=store)) as provider:
+        if ImageCatalog(provider.store.files).find("code-interpreter-v1") is None:
+            await add_interpreter(provider)
+        async with E2bServer(provider, ServerSettings(images=checked(None, ImageMap(), provider.store))) as server:
+            yield server
+            assert await provider.list() == []
+
+
+async def test_the_code_interpreter_for_python_runs_unmodified(interpreter: E2bServer, tmp_path: Path) -> None:
+    clients = await asyncio.to_thread(installed, "install_interpreter_clients", timeout_s=INSTALL_S)
+    python = clients / "python" / "bin" / "python"
+    said = await output(interpreter, python, HERE / "interpreter_checks.py", folder=tmp_path)
+    assert said.splitlines()[-1] == "all passed"
+
+
+async def test_the_code_interpreter_for_node_runs_unmodified(interpreter: E2bServer, tmp_path: Path) -> None:
+    if shutil.which("node") is None:
+        pytest.skip("the SDK for Node needs node, and there is none here")
+    clients = await asyncio.to_thread(installed, "install_interpreter_clients", timeout_s=INSTALL_S)
+    (tmp_path / "checks.mjs").write_bytes((HERE / "interpreter_checks.mjs").read_bytes())
+    (tmp_path / "node_modules").symlink_to(clients / "node" / "node_modules")
+    said = await output(interpreter, "node", tmp_path / "checks.mjs", folder=tmp_path)
+    assert json.loads(said.splitlines()[-1]) == {
+        "state": "2",
+        "lines": ["err\n", "out\n"],
+        "text": "text",
+        "error": ["ZeroDivisionError", "division by zero", True],
+        "png": "PNG",
+        "html": True,
+        "env": "b",
+        "context": "/tmp",
+        "contexts": 2,
+        "restarted": "NameError",
+        "removed": 1,
+    }

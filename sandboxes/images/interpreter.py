@@ -1,0 +1,117 @@
+"""The image of the code interpreter: ipykernel and a server for E2B's SDKs, above an image with Python.
+
+Invariants:
+- Packages come from this host's own index and are installed on this host: the image needs neither pip nor a network.
+  Wheels are chosen for the Python of the image.
+- The server starts with each sandbox of the image, which is ready when it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.errors import BootFailed, ImageRefused, SpecRefused
+from headrace.sandboxes.images.build_context import store_files
+from headrace.sandboxes.images.build_steps import E2B_USER, Recipe, Step, StepKind
+from headrace.sandboxes.images.builder import ImageBuilder
+from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
+from headrace.sandboxes.images.layers import UnpackLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.sandboxes.images.layer_maker import BuildSandboxes
+
+DEFAULT_NAME: Final = "code-interpreter-v1"
+"""The template that E2B's SDKs for the code interpreter name."""
+DEFAULT_PACKAGES: Final = ("ipykernel>=6.29,<8", "matplotlib", "pandas")
+_FOLDER: Final = "/opt/code-interpreter"
+_START: Final = (
+    f"PYTHONPATH={_FOLDER}/site JUPYTER_PATH={_FOLDER}/site/share/jupyter "
+    f"exec python3 {_FOLDER}/server.py > /tmp/code-interpreter.log 2>&1"
+)
+_READY: Final = "(exec 3<> /dev/tcp/127.0.0.1/49999)"
+_VERSION: Final = "python3 -c 'import sys; print(\"%d.%d\" % sys.version_info[:2])'"
+_EXEC_TIMEOUT_S: Final = 60.0
+_ERROR_CHARACTERS: Final = 2000
+
+
+async def add_interpreter(
+    provider: BuildSandboxes,
+    name: str = DEFAULT_NAME,
+    base: str = "host",
+    packages: Sequence[str] = DEFAULT_PACKAGES,
+) -> NamedImage:
+    """Build the image above `base` and add it to the catalogue of the provider's store, replacing one of that name.
+    Raises SpecRefused (the name), ImageRefused (no Python), BootFailed (pip), and the errors of builds."""
+    if not NAME.fullmatch(name):
+        raise SpecRefused(f"image name {name[:200]!r}: must have letters, digits and ._/- (at most 200)")
+    builder = ImageBuilder(provider)
+    await builder.prepare()
+    sandbox = await provider.attach(await provider.create(SandboxSpec(image=base)))
+    try:
+        found = await sandbox.exec(_VERSION, timeout_s=_EXEC_TIMEOUT_S)
+    finally:
+        await sandbox.kill()
+    version = found.stdout.decode(errors="replace").strip()
+    if found.exit_code != 0 or version.count(".") != 1:
+        raise ImageRefused(f"image {base!r}: the code interpreter needs python3 in it")
+    with tempfile.TemporaryDirectory(prefix="headrace-interpreter-") as temporary:
+        context = Path(temporary)
+        await _install(context / "site", version, packages)
+        server = Path(__file__).with_name("interpreter_server.py")
+        await asyncio.to_thread(shutil.copyfile, server, context / "server.py")
+        limits = UnpackLimits(builder.limits.layer_bytes, builder.limits.entries)
+        steps = []
+        for part in ("site", "server.py"):
+            digest = await asyncio.to_thread(store_files, builder.files, context, part, limits)
+            target = f"{_FOLDER}/{part}"
+            steps.append(Step(kind=StepKind.COPY, arguments=(part, target, "root:root", ""), context=digest))
+    recipe = Recipe(base=base, steps=tuple(steps), start_command=_START, ready_command=_READY, default_user=E2B_USER)
+    built = await builder.build(recipe)
+    image = NamedImage(
+        name=name,
+        source=f"code interpreter above {base}: {', '.join(packages)}",
+        digest=built.digest,
+        layers=built.layers,
+        environment=dict(built.environment),
+        folder=built.folder or "/",
+        user=built.user or "root",
+        size_bytes=built.size_bytes,
+        created_at=time.time(),
+        start_command=_START,
+        ready_command=_READY,
+        history=built.history,
+        shows_host=built.shows_host,
+    )
+    await asyncio.to_thread(ImageCatalog(builder.files).put, image)
+    return image
+
+
+async def _install(target: Path, version: str, packages: Sequence[str]) -> None:
+    command = (
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"),
+        *("--target", str(target), "--only-binary=:all:", "--implementation", "cp", "--python-version", version),
+        *packages,
+    )
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, env=child_environment()
+    )
+    try:
+        _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())
+    if process.returncode != 0:
+        raise BootFailed(f"pip install {' '.join(packages)}: {errors[-_ERROR_CHARACTERS:].decode(errors='replace')}")
