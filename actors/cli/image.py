@@ -206,6 +206,8 @@ def prune(
 
     files = _store(image_folder).files
     files.prepare()
+    # Says which entry is damaged, if one is: nothing would be removed then.
+    files.retained()
     catalog = ImageCatalog(files)
     for name in names or ():
         if catalog.find(name) is None:

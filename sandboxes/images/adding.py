@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import resource
 import shutil
+import signal
 import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, Ou
 from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
 from headrace.sandboxes.images.folders import new_owner, remove
 from headrace.sandboxes.images.store import BUILT, NAMED
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -91,7 +94,7 @@ async def _located(store: ImageStore, source: str, packages: Sequence[str]) -> A
     try:
         if folder is not None:
             # Extended attributes, but neither other file systems nor sockets.
-            packing = ("tar", "--create", "--numeric-owner", "--xattrs", "--one-file-system", "--sort=name")
+            packing = ("tar", "--create", "--numeric-owner", "--xattrs", "--sparse", "--one-file-system", "--sort=name")
             await _run((*packing, f"--file={archive}", f"--directory={folder}", "."), source, store)
         else:
             program = shutil.which("skopeo")
@@ -114,8 +117,17 @@ def _root_file_system(source: str) -> Path | None:
 
 
 async def _run(command: Sequence[str], source: str, store: ImageStore) -> None:
+    def limit() -> None:
+        # It dies with this process, and writes no file larger than the store.
+        syscalls.die_with_parent(signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (store.max_bytes, store.max_bytes))
+
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, env=child_environment()
+        *command,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment(),
+        preexec_fn=limit,
     )
     try:
         _, errors = await process.communicate()
@@ -126,6 +138,8 @@ async def _run(command: Sequence[str], source: str, store: ImageStore) -> None:
             await asyncio.shield(process.wait())
     if process.returncode != 0:
         text = errors[-_ERROR_CHARACTERS:].decode(errors="replace").strip()
+        if process.returncode == -signal.SIGXFSZ or "File too large" in text:
+            raise ImageRefused(f"{source}: is larger than the image store, {store.max_bytes} bytes: raise image_bytes")
         if "No space left" in text:
             raise OutOfDisk(f"no space left for images in {store.files.home}", 30.0)
         raise BootFailed(f"{source}: {command[0].rpartition('/')[2]} failed: {text}")

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.errors import CapacityExceeded, SpecRefused
+from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, SpecRefused
+from headrace.sandboxes.images.folders import damaged
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.sandboxes.images.folders import StoreFolder
 
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+logger = logging.getLogger(__name__)
+
+NAME: Final = re.compile(r"(?!.*/\.{0,2}(/|$))[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+"""Letters, digits and ._/-, without empty parts, `.` and `..`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +75,22 @@ class ImageCatalog:
             self._store.write_named(self._path(image.name).name, json.dumps(asdict(image)))
 
     def find(self, name: str) -> NamedImage | None:
-        """Return a named image, or None if there is none, or if a folder that it uses in place is gone."""
-        with suppress(FileNotFoundError, ValueError, TypeError):
+        """Return a named image, or None if there is none, or if a folder that it uses in place is gone. Raises
+        ImageRefused for a damaged entry."""
+        with suppress(FileNotFoundError):
             return self._read(self._path(name))
         return None
 
     def all(self) -> list[NamedImage]:
-        """Return all named images by name."""
+        """Return all named images by name; damaged entries are logged."""
         found = []
         for path in self._store.named():
-            with suppress(FileNotFoundError, ValueError, TypeError):
+            try:
                 found.append(self._read(path))
+            except FileNotFoundError:
+                continue
+            except ImageRefused as error:
+                logger.warning("%s", error.message)
         return sorted((image for image in found if image is not None), key=lambda image: image.name)
 
     def remove(self, name: str) -> bool:
@@ -92,7 +102,10 @@ class ImageCatalog:
         return True
 
     def _read(self, path: Path) -> NamedImage | None:
-        document: dict[str, Any] = json.loads(path.read_bytes())
-        tuples = {name: tuple(document.get(name, ())) for name in ("layers", "history")}
-        image = NamedImage(**{**document, **tuples})
+        try:
+            document: dict[str, Any] = json.loads(path.read_bytes())
+            tuples = {name: tuple(document.get(name, ())) for name in ("layers", "history")}
+            image = NamedImage(**{**document, **tuples})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise damaged(path) from error
         return image if all(self._store.tree(digest).is_dir() for digest in image.layers) else None

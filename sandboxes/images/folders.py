@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,11 @@ from pathlib import Path
 from typing import Any, Final, NewType
 
 from headrace.buffer.primitives.file_lock import FileLock
+from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.private_folders import make_missing
+
+logger = logging.getLogger(__name__)
 
 Owner = NewType("Owner", str)
 _FOLDERS: Final = ("layers", "records", "leases", "locks", "unpacking", "named")
@@ -131,13 +135,18 @@ class StoreFolder:
         return sum(size for _, size, _ in self._layers())
 
     def retained(self, *, without: Sequence[str] = ()) -> set[str]:
-        """Return the digests of the layers that are leased, or belong to named images other than those `without`."""
+        """Return the digests of the layers that are leased, or belong to named images other than those `without`.
+        Raises ImageRefused for a damaged entry, because nobody knows which layers it protects."""
         found = self.leased()
         for path in self.named():
-            with suppress(FileNotFoundError):
+            try:
                 image = json.loads(path.read_bytes())
                 if image["name"] not in without:
                     found.update(image["layers"])
+            except FileNotFoundError:
+                continue
+            except (ValueError, TypeError, KeyError) as error:
+                raise damaged(path) from error
         return found
 
     def unused_bytes(self, *, without: Sequence[str] = ()) -> int:
@@ -147,9 +156,13 @@ class StoreFolder:
 
     def evict(self, max_bytes: int, keep: Sequence[str] = ()) -> int:
         """Remove the least recently used layers until at most `max_bytes` remain, except those that are retained or in
-        `keep`. Returns the bytes removed."""
+        `keep`. Returns the bytes removed; while an entry of the catalogue is damaged, nothing is."""
         with self.lock("eviction"):
-            retained = self.retained() | set(keep)
+            try:
+                retained = self.retained() | set(keep)
+            except ImageRefused as error:
+                logger.warning("no image layer is evicted: %s", error.message)
+                return 0
             layers = sorted(self._layers())
             before = total = sum(size for _, size, _ in layers)
             trash = self.home / "unpacking" / new_owner()
@@ -194,6 +207,11 @@ class StoreFolder:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def damaged(path: Path) -> ImageRefused:
+    """Return the error for an entry of the catalogue that cannot be read."""
+    return ImageRefused(f"{path}: a damaged entry of the image catalogue: remove the file and add its image again")
 
 
 def new_owner(pid: int | None = None) -> Owner:

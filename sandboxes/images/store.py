@@ -129,6 +129,10 @@ class ImageStore:
         """Called with a reference that is being unpacked, twice a second at most."""
 
     @property
+    def max_bytes(self) -> int:
+        return self._max_bytes
+
+    @property
     def files(self) -> StoreFolder:
         """The files of this store."""
         return self._store
@@ -180,7 +184,9 @@ class ImageStore:
     async def _named(self, reference: str) -> ResolvedImage:
         image = await asyncio.to_thread(ImageCatalog(self._store).find, reference.removeprefix(NAMED))
         if image is None:
-            raise ImageUnknown(f"image {reference!r}: the catalogue has no such name")
+            named = await asyncio.to_thread(ImageCatalog(self._store).all)
+            known = ", ".join(one.name for one in named[:20]) or "none"
+            raise ImageUnknown(f"image {reference!r}: the catalogue has no such name; it has: {known}")
         return ResolvedImage(
             reference=reference,
             digest=image.digest,
@@ -262,6 +268,8 @@ class ImageStore:
                 await asyncio.shield(self._clean_up(process))
         try:
             answer: dict[str, Any] = json.loads(output)
+            if "digest" not in answer and "error" not in answer:
+                raise ValueError("the last line is not an answer")
         except ValueError as error:
             raise BootFailed(f"unpacking image {reference!r} ended with status {process.returncode}") from error
         if "error" in answer:

@@ -20,15 +20,14 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol
 
 from headrace.sandboxes.base import Feature, Guest, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
-from headrace.sandboxes.local.images import SNAPSHOT
 from headrace.serve.e2b_sandboxes.bodies import NewSandbox, digest
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
 from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
-from headrace.serve.e2b_sandboxes.images import HOST, BootQueue, ImageMap
+from headrace.serve.e2b_sandboxes.images import LEAST_PATIENCE_S, BootQueue, ImageMap, prepare_image
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.starting import start_template
@@ -37,7 +36,6 @@ from headrace.serve.e2b_sandboxes.table import Row, SandboxTable, State, Templat
 if TYPE_CHECKING:
     import builtins
 
-    from headrace.sandboxes.images.store import ImageStore
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.e2b_sandboxes.keys import Owner
 
@@ -47,8 +45,6 @@ LEASE_MARGIN_S: Final = 60.0
 """Time by which the provider's lease exceeds the sandbox's timeout, at which the server normally ends the sandbox."""
 PAUSED_LEASE_S: Final = 7 * 24 * 3600.0
 """Lease of a paused sandbox, which is not renewed."""
-LEAST_PATIENCE_S: Final = 60.0
-"""Least time for which a create waits for an image that is being unpacked; a longer timeout of its own counts."""
 _QUOTA_RETRY_S: Final = 1.0
 NO_SUDO: Final = "headrace_sudo"
 """Metadata key: with the value `no`, the sandbox has no `sudo`."""
@@ -80,13 +76,6 @@ class BuiltTemplates(Protocol):
     """The templates that clients have built."""
 
     def find_build(self, owner: str, name: str) -> TemplateBuild | None: ...
-
-
-@runtime_checkable
-class HasImageStore(Protocol):
-    """Provider whose images are unpacked in a store of this host."""
-
-    store: ImageStore
 
 
 class Sandboxes:
@@ -236,9 +225,7 @@ class Sandboxes:
 
     async def _boot(self, row: Row) -> Row:
         try:
-            if isinstance(self.backend, HasImageStore) and row.image != HOST and not row.image.startswith(SNAPSHOT):
-                # Before the queue: creates that wait for an image must not keep others from booting.
-                await self.backend.store.resolve(row.image, patience_s=max(row.timeout_s, LEAST_PATIENCE_S))
+            await prepare_image(self.backend, row.image, max(row.timeout_s, LEAST_PATIENCE_S))
             async with self._queue:
                 self.table.put(row)
                 ref = await self.backend.create(spec_of(row))

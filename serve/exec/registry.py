@@ -25,7 +25,7 @@ import orjson
 
 from headrace.sandboxes.base import ImageRef, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone, SpecRefused
-from headrace.serve.e2b_sandboxes.images import BootQueue, ImageMap
+from headrace.serve.e2b_sandboxes.images import LEAST_PATIENCE_S, BootQueue, ImageMap, prepare_image
 from headrace.serve.e2b_sandboxes.table import ServerDatabase
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ class Registry:
             self._booting.pop((owner.name, key), None)
 
     async def _boot(self, owner: Owner, spec: SandboxSpec, image: str, container: Container | None) -> LeasedSandbox:
+        await prepare_image(self.provider, spec.image, max(spec.ttl_s, LEAST_PATIENCE_S))
         async with self._queue:
             ref = await self.provider.create(spec)
         known = self.table.get(ref.id)

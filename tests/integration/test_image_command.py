@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
 from headrace.actors.cli.app import app
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import ImageRefused, ImageUnknown, SandboxError, SpecRefused
+from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, SandboxError, SpecRefused
 from headrace.sandboxes.images.adding import add_image
 from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.sandboxes.images.store import ImageStore, UnpackProgress
@@ -115,6 +116,7 @@ def test_a_name_is_replaced_only_on_request(tmp_path: Path, archive: Path) -> No
         ("ok", (kit.file("usr/bin/true", b"x"),), "no bash"),
         ("ok", (*kit.base_entries(), kit.file("../out", b"x")), "unsafe archive"),
         ("../x", kit.base_entries(), "image name"),
+        ("a/../b", kit.base_entries(), "image name"),
         ("", kit.base_entries(), "image name"),
     ],
 )
@@ -157,9 +159,11 @@ def test_a_killed_add_leaves_nothing_that_lasts(tmp_path: Path, archive: Path) -
     assert adding.stdout is not None
     while not any((folder / "unpacking").glob("*/archive")) if folder.exists() else True:
         assert adding.poll() is None
+    children = psutil.Process(adding.pid).children()
     adding.send_signal(signal.SIGKILL)
     adding.wait()
     adding.stdout.close()
+    assert psutil.wait_procs(children, timeout=30)[1] == [], "what packs the folder ends with its parent"
     assert run("add", "one", archive, folder=folder).exit_code == 0
     assert [image["name"] for image in listed(folder)] == ["one"]
     assert {name for name in left(folder) if name.startswith("unpacking")} == set()
@@ -232,3 +236,47 @@ async def test_creates_wait_for_an_image_and_keep_no_others_from_booting(
             assert not any(one.done() for one in waiting)
         assert await asyncio.gather(*waiting) == [201] * len(waiting)
     assert f"image {layout}: unpacking layer 1 of 1" in caplog.text
+
+
+async def test_a_damaged_entry_is_named_and_keeps_every_layer(
+    store: ImageStore, tmp_path: Path, archive: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await add_image(store, "one", str(archive))
+    await add_image(store, "two", str(archive), replaces=True)
+    damaged = next(path for path in store.files.named() if json.loads(path.read_bytes())["name"] == "one")
+    damaged.write_text('{"name": "one"')
+    with pytest.raises(ImageRefused, match=damaged.name):
+        await store.resolve("image:one")
+    assert [image.name for image in ImageCatalog(store.files).all()] == ["two"]
+    assert damaged.name in caplog.text
+    # Other images are unpacked all the same, and nothing is evicted that the entry may protect.
+    other = kit.Layout().image([kit.tar((*kit.base_entries(), kit.file("etc/more", b"x")))]).write(tmp_path / "layout")
+    assert (await store.resolve(str(other))).layers
+    assert await asyncio.to_thread(store.files.evict, 0) == 0
+    said = run("prune", folder=tmp_path / "store")
+    assert damaged.name in str(said.exception)
+
+
+async def test_a_worker_that_is_killed_is_a_failed_boot(store: ImageStore, tmp_path: Path) -> None:
+    layer = kit.tar(kit.base_entries())
+    layout = kit.Layout().image([layer]).write(tmp_path / "layout")
+    await asyncio.to_thread(store.files.prepare)
+    seen = asyncio.Event()
+    store.on_progress = lambda _reference, _progress: seen.set()
+    with FileLock(tmp_path / "store" / "locks" / kit.sha256(layer).removeprefix("sha256:")):
+        resolving = asyncio.create_task(store.resolve(str(layout)))
+        async with asyncio.timeout(60):
+            await seen.wait()
+        [worker] = [child for child in psutil.Process().children() if "images.worker" in " ".join(child.cmdline())]
+        worker.kill()
+        with pytest.raises(BootFailed, match="status -9"):
+            await resolving
+
+
+async def test_a_folder_larger_than_the_store_is_refused_while_it_is_packed(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "data").write_bytes(bytes(range(256)) * (1 << 16))
+    store = ImageStore(tmp_path / "store", 4 << 20)
+    with pytest.raises(ImageRefused, match=r"larger than the image store"):
+        await add_image(store, "big", str(tmp_path / "big"))
+    assert left(tmp_path / "store") == set()
