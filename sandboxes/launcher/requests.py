@@ -96,8 +96,12 @@ def guest_of(message: Message) -> Guest | None:
 
 def check_for_init(message: Message) -> None:
     """Check the numbers that are passed to a sandbox's first process, which trusts them. Raises RequestRefused."""
-    if message["op"] in _WITHOUT_STREAMS:
-        port = message.get("port", 0)
+    if message["op"] == "socket":
+        if not isinstance(message["ipv6"], bool):
+            raise _refusal("ipv6", message["ipv6"], "must be true or false")
+        return
+    if message["op"] == "listen":
+        port = message["port"]
         if not isinstance(port, int) or not 0 <= port < _PORTS:
             raise _refusal("port", port, "must be a port number, 0 to 65535")
         return
