@@ -31,8 +31,9 @@ _ANSI: Final = re.compile(
     re.VERBOSE,
 )
 _START: Final = (
-    "{ IFS= read -r _time < /proc/uptime; IFS= read -r _load < /proc/loadavg; "
-    """printf '\\036%s%s<%s %s\\036' HALVES "$_time" "$_load"; unset -v _time _load; } 2> /dev/null > /dev/tty"""
+    "{ IFS= read -r _time < /proc/uptime; IFS= read -r _last < /proc/sys/kernel/ns_last_pid || "
+    "IFS= read -r _last < /proc/loadavg; "
+    """printf '\\036%s%s<%s %s\\036' HALVES "$_time" "$_last"; unset -v _time _last; } 2> /dev/null > /dev/tty"""
 )
 # The prompts are set here, since the shell prints one directly after the marker.
 _END: Final = """{ printf '\\036%s%s>%s\\036' HALVES "$?"; PS1= PS2=; } 2> /dev/null > /dev/tty"""
@@ -166,6 +167,7 @@ def cut_text(text: str, max_characters: int, *, more: bool = False) -> str:
 
 def start_of(marker: str) -> tuple[int, int] | None:
     """Return when a command started, from its start marker: the time since boot in clock ticks of 10 ms, and the last
-    process id by then. None if the marker has other values, for example without /proc."""
-    found = re.match(r"(\d+)\.(\d\d) .*? \S+/\S+ (\d+)$", marker)
+    process id by then: that of the sandbox's own namespace, or the last word of /proc/loadavg where the kernel does not
+    tell that. None if the marker has other values, for example without /proc."""
+    found = re.match(r"(\d+)\.(\d\d) (?:.* )?(\d+)$", marker)
     return None if found is None else (int(found[1] + found[2]), int(found[3]))

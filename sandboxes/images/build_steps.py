@@ -69,7 +69,7 @@ class BuildRefused(PermanentSandboxError):
     """A build that cannot succeed as it is: an instruction that fails or is not supported. `step` is its number from 1,
     `base` or `finalize`."""
 
-    def __init__(self, message: str, step: str) -> None:
+    def __init__(self, message: str, step: str = "") -> None:
         super().__init__(message)
         self.step = step
 

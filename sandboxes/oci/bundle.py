@@ -37,7 +37,7 @@ _REFUSED_CALLS: Final = (
     *("io_uring_enter", "io_uring_register", "io_uring_setup", "kexec_file_load", "kexec_load", "keyctl", "mount"),
     *("mount_setattr", "move_mount", "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root"),
     *("process_vm_readv", "process_vm_writev", "request_key", "setns", "swapoff", "swapon", "umount2", "unshare"),
-    "userfaultfd",
+    *("syslog", "userfaultfd"),
 )
 _CLONE_NEWUSER: Final = 0x10000000
 _ARCHITECTURES: Final = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}

@@ -45,9 +45,8 @@ async def test_neither_mounts_nor_files_in_proc_name_the_host(tmp_path: Path, im
     if image == "image":
         (home / "image.tar").write_bytes(kit.tar(kit.base_entries()))
         reference = str(home / "image.tar")
-    config = LocalSandboxConfig(
-        image_folder=home / "images", layers_in=home / "layers" if on_disk else None, runtime_folder=home / "run"
-    )
+    # Sockets need a short path, so they stay in the usual folder.
+    config = LocalSandboxConfig(image_folder=home / "images", layers_in=home / "layers" if on_disk else None)
     folder = HostFolder(source=str(home / "tools"), target="/opt/tools")
     async with LocalProvider(config) as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec(image=reference, folders=(folder,))))

@@ -135,4 +135,7 @@ def test_long_text_is_cut_with_a_note() -> None:
 
 def test_the_start_marker_tells_when_a_command_started() -> None:
     assert start_of(LOADS) == (1234, 4567)
+    assert start_of("12.34 56.78 4567") == (1234, 4567)
+    assert start_of("12.34 56.78") is None
+    assert start_of("12.34 56.78 ") is None
     assert start_of(" ") is None
