@@ -73,6 +73,7 @@ async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
 # Snapshots
 
 
+@kit.needs_snapshots
 async def test_clones_share_only_the_prepared_files(provider: LocalProvider) -> None:
     prepared = await boot(provider, "host")
     await output(prepared, "mkdir -p /opt/tool && echo v1 > /opt/tool/version && chown agent /opt/tool/version")
@@ -88,6 +89,7 @@ async def test_clones_share_only_the_prepared_files(provider: LocalProvider) -> 
     assert await output(first, "cat /opt/tool/version; ls /home") == "v2"
 
 
+@kit.needs_snapshots
 async def test_a_clone_is_as_isolated_as_any_sandbox(provider: LocalProvider) -> None:
     image = await (await boot(provider, "host")).snapshot()
     clone = await boot(provider, image)
@@ -98,6 +100,7 @@ async def test_a_clone_is_as_isolated_as_any_sandbox(provider: LocalProvider) ->
     assert status.split() == ["CapEff:", "00000000000000fb", "NoNewPrivs:", "1"]
 
 
+@kit.needs_snapshots
 async def test_a_snapshot_of_a_clone_has_both_layers(provider: LocalProvider) -> None:
     image = ImageRef("host")
     for number in range(4):
@@ -118,6 +121,7 @@ async def test_the_number_of_stacked_snapshots_is_limited(provider: LocalProvide
     assert await output(highest, "echo alive") == "alive"
 
 
+@kit.needs_snapshots
 async def test_folders_of_a_lower_layer_can_be_renamed(provider: LocalProvider) -> None:
     sandbox = await boot(provider, "host")
     await output(sandbox, "mkdir -p /opt/a/b && echo text > /opt/a/b/file")
@@ -126,6 +130,7 @@ async def test_folders_of_a_lower_layer_can_be_renamed(provider: LocalProvider) 
     assert await output(await boot(provider, await clone.snapshot()), "cat /opt/z/b/file && ls /opt") == "text\nz"
 
 
+@kit.needs_snapshots
 async def test_frozen_data_of_a_clone_contains_both_layers(provider: LocalProvider) -> None:
     prepared = await boot(provider, "host")
     await output(prepared, "mkdir /workspace/repo; echo old > /workspace/repo/kept; echo old > /workspace/repo/gone")
@@ -143,6 +148,7 @@ async def test_frozen_data_of_a_clone_contains_both_layers(provider: LocalProvid
         assert (await clean.exec("touch /mnt/repo/x", timeout_s=30)).exit_code != 0
 
 
+@kit.needs_snapshots
 async def test_a_frozen_sandbox_can_become_an_image(provider: LocalProvider) -> None:
     sandbox = await boot(provider, "host")
     await output(sandbox, "echo kept > /opt/file")
@@ -150,6 +156,7 @@ async def test_a_frozen_sandbox_can_become_an_image(provider: LocalProvider) -> 
     assert await output(await boot(provider, await sandbox.snapshot()), "cat /opt/file") == "kept"
 
 
+@kit.needs_snapshots
 async def test_images_can_be_dropped_only_when_unused(provider: LocalProvider) -> None:
     image = await (await boot(provider, "host")).snapshot()
     clone = await boot(provider, image)
@@ -164,6 +171,7 @@ async def test_images_can_be_dropped_only_when_unused(provider: LocalProvider) -
         await boot(provider, image)
 
 
+@kit.needs_snapshots
 async def test_ids_of_a_snapshot_are_not_reused(provider: LocalProvider) -> None:
     """The next sandbox must not get the ids of an image's files: it would own them on the host."""
     sandbox = await boot(provider, "host")
@@ -225,6 +233,7 @@ async def test_a_root_file_system_folder_boots_in_place(provider: LocalProvider,
     assert (root / "bin").exists()
 
 
+@kit.needs_snapshots
 async def test_a_snapshot_of_an_imported_image_boots(provider: LocalProvider, archive: Path) -> None:
     sandbox = await boot(provider, str(archive))
     await output(sandbox, "echo mine > /data/mine; rm /data/new")
@@ -297,5 +306,5 @@ def _unpack(target: Path) -> None:
     archive = target.with_suffix(".tar")
     archive.write_bytes(kit.tar(kit.base_entries()))
     with tarfile.open(archive) as tar:
-        tar.extractall(target, filter="tar")
+        tar.extractall(target, **kit.TRUSTED)
     assert os.path.lexists(target / "bin")

@@ -8,16 +8,24 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import subprocess
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import zstandard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+MAPS_MEMORY = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 3)
+"""True if this kernel shows files of a tmpfs with other ids (docs/sandboxes.md, Kernels)."""
+needs_snapshots = pytest.mark.skipif(not MAPS_MEMORY, reason="snapshots of layers in memory need Linux 6.3")
+TRUSTED: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
+"""Arguments of `extractall` for an archive of our own; Python has filters since 3.11.4."""
 
 Entry = tuple[tarfile.TarInfo, bytes]
 ARCHITECTURE = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
