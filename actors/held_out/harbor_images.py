@@ -87,18 +87,6 @@ async def _build(folder: Path, name: str, bases: Mapping[str, str], builder: Ima
             context = await asyncio.to_thread(store_files, builder.files, environment, step.arguments[0], limits)
         steps.append(Step(kind=step.kind, arguments=step.arguments, context=context))
     built = await builder.build(Recipe(base=bases[parsed.base], steps=tuple(steps)))
-    return NamedImage(
-        name=name,
-        source=parsed.base,
-        digest=built.digest,
-        layers=built.layers,
-        environment=dict(built.environment),
-        folder=built.folder or "/",
-        user=built.user or "root",
-        size_bytes=built.size_bytes,
-        created_at=time.time(),
-        start_command=parsed.start_command,
-        network=builder.network.value,
-        history=built.history,
-        shows_host=built.shows_host,
+    return NamedImage.from_build(
+        built, name=name, source=parsed.base, start_command=parsed.start_command, network=builder.network.value
     )

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from headrace.sandboxes.images.folders import damaged
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from headrace.sandboxes.images.build_steps import BuiltImage
     from headrace.sandboxes.images.folders import StoreFolder
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,35 @@ class NamedImage:
     history: tuple[str, ...] = ()
     shows_host: bool = False
     """True if it was built above the image `host`, whose programs it needs."""
+
+    @classmethod
+    def from_build(
+        cls,
+        built: BuiltImage,
+        *,
+        name: str,
+        source: str,
+        start_command: str = "",
+        ready_command: str = "",
+        network: str = "none",
+    ) -> NamedImage:
+        """Return the entry of a finished build, created now: in `/` and as root if no step has said otherwise."""
+        return cls(
+            name=name,
+            source=source,
+            digest=built.digest,
+            layers=built.layers,
+            environment=dict(built.environment),
+            folder=built.folder or "/",
+            user=built.user or "root",
+            size_bytes=built.size_bytes,
+            created_at=time.time(),
+            start_command=start_command,
+            ready_command=ready_command,
+            network=network,
+            history=built.history,
+            shows_host=built.shows_host,
+        )
 
 
 class ImageCatalog:

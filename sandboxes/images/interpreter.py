@@ -12,7 +12,6 @@ import asyncio
 import shutil
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -78,20 +77,12 @@ async def add_interpreter(
             steps.append(Step(kind=StepKind.COPY, arguments=(part, target, "root:root", ""), context=digest))
     recipe = Recipe(base=base, steps=tuple(steps), start_command=_START, ready_command=_READY, default_user=E2B_USER)
     built = await builder.build(recipe)
-    image = NamedImage(
+    image = NamedImage.from_build(
+        built,
         name=name,
         source=f"code interpreter above {base}: {', '.join(packages)}",
-        digest=built.digest,
-        layers=built.layers,
-        environment=dict(built.environment),
-        folder=built.folder or "/",
-        user=built.user or "root",
-        size_bytes=built.size_bytes,
-        created_at=time.time(),
         start_command=_START,
         ready_command=_READY,
-        history=built.history,
-        shows_host=built.shows_host,
     )
     await asyncio.to_thread(ImageCatalog(builder.files).put, image)
     return image

@@ -261,21 +261,13 @@ class Templates:
     async def keep(self, build: Build, recipe: Recipe, built: BuiltImage) -> None:
         """Give a finished image its name and its template. Raises ApiError, SandboxError."""
         name = f"{_FOLDER}{build.template_id}/{build.id}"
-        image = NamedImage(
+        image = NamedImage.from_build(
+            built,
             name=name,
             source=recipe.base,
-            digest=built.digest,
-            layers=built.layers,
-            environment=dict(built.environment),
-            folder=built.folder or "/",
-            user=built.user or "root",
-            size_bytes=built.size_bytes,
-            created_at=time.time(),
             start_command=recipe.start_command,
             ready_command=recipe.ready_command,
             network=self._builder.network.value,
-            history=built.history,
-            shows_host=built.shows_host,
         )
         await asyncio.to_thread(self.table.catalog.put, image)
         now = time.time()
