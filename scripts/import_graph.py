@@ -25,6 +25,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "private_folders",
             "key_files",
             "child_environment",
+            "host_program",
             "images",
             "leftovers",
         ),

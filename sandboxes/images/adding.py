@@ -10,20 +10,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import resource
 import shutil
 import signal
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, OutOfDisk, SandboxError, SpecRefused
+from headrace.sandboxes.host_program import run_host_program
 from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
 from headrace.sandboxes.images.folders import new_owner, remove
 from headrace.sandboxes.images.store import BUILT, NAMED
-from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
 REGISTRY: Final = "docker://"
 _DEBOOTSTRAP: Final = "debootstrap:"
-_ERROR_CHARACTERS: Final = 2000
 
 
 async def add_image(
@@ -117,28 +114,10 @@ def _root_file_system(source: str) -> Path | None:
 
 
 async def _run(command: Sequence[str], source: str, store: ImageStore) -> None:
-    def limit() -> None:
-        # It dies with this process, and writes no file larger than the store.
-        syscalls.die_with_parent(signal.SIGKILL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (store.max_bytes, store.max_bytes))
-
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        env=child_environment(),
-        preexec_fn=limit,
-    )
-    try:
-        _, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
-    if process.returncode != 0:
-        text = errors[-_ERROR_CHARACTERS:].decode(errors="replace").strip()
-        if process.returncode == -signal.SIGXFSZ or "File too large" in text:
+    # No file may become larger than the store.
+    status, text = await run_host_program(command, max_file_bytes=store.max_bytes)
+    if status != 0:
+        if status == -signal.SIGXFSZ or "File too large" in text:
             raise ImageRefused(f"{source}: is larger than the image store, {store.max_bytes} bytes: raise image_bytes")
         if "No space left" in text:
             raise OutOfDisk(f"no space left for images in {store.files.home}", 30.0)

@@ -12,13 +12,12 @@ import asyncio
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused, SpecRefused
+from headrace.sandboxes.host_program import run_host_program
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import E2B_USER, Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
@@ -41,7 +40,6 @@ _START: Final = (
 _READY: Final = "(exec 3<> /dev/tcp/127.0.0.1/49999)"
 _VERSION: Final = "python3 -c 'import sys; print(\"%d.%d\" % sys.version_info[:2])'"
 _EXEC_TIMEOUT_S: Final = 60.0
-_ERROR_CHARACTERS: Final = 2000
 
 
 async def add_interpreter(
@@ -94,15 +92,6 @@ async def _install(target: Path, version: str, packages: Sequence[str]) -> None:
         *("--target", str(target), "--only-binary=:all:", "--implementation", "cp", "--python-version", version),
         *packages,
     )
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, env=child_environment()
-    )
-    try:
-        _, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
-    if process.returncode != 0:
-        raise BootFailed(f"pip install {' '.join(packages)}: {errors[-_ERROR_CHARACTERS:].decode(errors='replace')}")
+    status, text = await run_host_program(command)
+    if status != 0:
+        raise BootFailed(f"pip install {' '.join(packages)}: {text}")
