@@ -94,9 +94,15 @@ def find_account(user: str, passwd: str, group: str) -> Account:
     raise FileProblem(f"user {user!r} is not in the sandbox's /etc/passwd")
 
 
-def _account_file(path: str) -> str:
+def read_account_file(path: str) -> str:
+    """Return the text of /etc/passwd or /etc/group. Raises FileProblem (no regular file, or too large), OSError."""
+    return _read_regular(path, _MAX_ACCOUNT_FILE_BYTES).decode(errors="replace")
+
+
+def account_file(path: str) -> str:
+    """Return the text of /etc/passwd or /etc/group, or "" if it cannot be read."""
     try:
-        return _read_regular(path, _MAX_ACCOUNT_FILE_BYTES).decode(errors="replace")
+        return read_account_file(path)
     except (FileProblem, OSError):
         return ""
 
@@ -104,7 +110,7 @@ def _account_file(path: str) -> str:
 def become(user: str, limits: Limits) -> Account:
     """Switch to the user's ids. Root keeps the few capabilities that the sandbox's init has; other users have none."""
     # Most commands run as root, who is the same in every image.
-    texts = ("", "") if user == "root" else (_account_file("/etc/passwd"), _account_file("/etc/group"))
+    texts = ("", "") if user == "root" else (account_file("/etc/passwd"), account_file("/etc/group"))
     account = find_account(user, *texts)
     if limits.single_id:
         return account

@@ -14,6 +14,8 @@ import os
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from headrace.sandboxes.launcher.commands import FileProblem, read_account_file
+
 SUDO_PATH: Final = "/usr/bin/sudo"
 SUDO_ADDRESS: Final = ("127.0.0.2", 49982)
 """Where the first process accepts requests of `sudo`: an address of the sandbox's own loopback interface that its
@@ -39,7 +41,6 @@ printf 'sudo: %s\n' "$answer" >&2
 exit 1
 """
 USER_ID: Final = 1000
-_MAX_ACCOUNT_FILE_BYTES: Final = 1 << 20
 
 
 class GuestProblem(Exception):
@@ -86,15 +87,13 @@ def _add_row(path: str, fields: list[str]) -> list[list[str]]:
 
 def _read(path: str) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return read_account_file(path)
     except FileNotFoundError:
         return ""
+    except FileProblem as error:
+        raise GuestProblem(f"the image's {error}") from error
     except OSError as error:
         raise GuestProblem(f"{path} of the image: {error.strerror}") from error
-    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
-        if os.fstat(descriptor).st_size > _MAX_ACCOUNT_FILE_BYTES:
-            raise GuestProblem(f"{path} of the image has more than {_MAX_ACCOUNT_FILE_BYTES} bytes")
-        return file.read(_MAX_ACCOUNT_FILE_BYTES)
 
 
 def _replace(path: str, text: str, mode: int) -> None:

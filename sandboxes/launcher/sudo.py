@@ -227,11 +227,11 @@ def run_sudo(message: dict[str, Any], limits: Limits, image: Image) -> NoReturn:
 
 def _check_caller(user_id: int, group_ids: set[int]) -> str:
     """Return the caller's name. Raises SudoRefused."""
-    users = [row.split(":") for row in _text("/etc/passwd").splitlines()]
+    users = [row.split(":") for row in commands.account_file("/etc/passwd").splitlines()]
     name = next((row[0] for row in users if len(row) > 2 and row[2] == str(user_id)), str(user_id))
     if user_id in (0, USER_ID):
         return name
-    for row in (row.split(":") for row in _text("/etc/group").splitlines()):
+    for row in (row.split(":") for row in commands.account_file("/etc/group").splitlines()):
         if len(row) > 3 and row[0] in _GROUPS and (row[2] in map(str, group_ids) or name in row[3].split(",")):
             return name
     raise SudoRefused(f"{name} is neither this sandbox's user nor in the group sudo")
