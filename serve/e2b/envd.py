@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     OwnerHandler = Callable[[web.Request, Owner], Awaitable[web.StreamResponse]]
     SandboxHandler = Callable[[web.Request, LiveSandbox], Awaitable[web.StreamResponse]]
 
+TOKEN_HEADER: Final = "X-Access-Token"
 _KEEPALIVE_S: Final = 90.0
 """Interval between keep-alive messages on an idle stream, unless the client sends `Keepalive-Ping-Interval`."""
 _UNARY_TIMEOUT_S: Final = 300.0
@@ -95,9 +96,13 @@ class Call:
         return await self.live.accounts.find(self.user)
 
 
+def has_secret(request: web.Request, header: str, secret: str) -> bool:
+    """Return True if the header contains the secret, compared in constant time."""
+    return compare_digest(request.headers.get(header, "").encode(errors="surrogateescape"), secret.encode())
+
+
 def _has_token(request: web.Request, live: LiveSandbox) -> bool:
-    token = request.headers.get("X-Access-Token", "")
-    return compare_digest(token.encode(errors="surrogateescape"), live.row.access_token.encode())
+    return has_secret(request, TOKEN_HEADER, live.row.access_token)
 
 
 class Envd:

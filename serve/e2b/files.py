@@ -28,6 +28,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from headrace.sandboxes.base import Process, Stream
 from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGone
+from headrace.serve.e2b.envd import TOKEN_HEADER, Envd
 from headrace.serve.e2b.file_metadata import parse_metadata, store_metadata
 from headrace.serve.e2b.filesystem_service import code_of
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error
@@ -35,7 +36,6 @@ from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_er
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
-    from headrace.serve.e2b.envd import Envd
     from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
@@ -141,7 +141,7 @@ class Files:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
-                if "X-Access-Token" in request.headers:
+                if TOKEN_HEADER in request.headers:
                     live = self._envd.open(request)
                 else:
                     live = find_signed(self._sandboxes.reachable(), request.query, operation)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from hmac import compare_digest
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -24,13 +23,13 @@ from yarl import URL
 
 from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.local.exposed import forward, forwarded
+from headrace.serve.e2b.envd import TOKEN_HEADER, Envd, has_secret
 from headrace.serve.e2b.web_sockets import relay_web_socket
 from headrace.serve.e2b_sandboxes.errors import ApiError, api_error, not_running
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.serve.e2b.envd import Envd
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
     from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
@@ -39,7 +38,6 @@ _CONNECT_S: Final = 10.0
 _MAX_PORT: Final = 65535
 _HOST: Final = re.compile(r"([^.-]+)-(i[0-9a-f]{20})\.")
 _OWN_HEADERS: Final = ("E2b-Sandbox-Id", "E2b-Sandbox-Port")
-_SECRET_HEADERS: Final = ("X-Access-Token", "E2b-Traffic-Access-Token")
 
 
 def named_port(request: web.Request) -> tuple[str, int] | None:
@@ -66,6 +64,10 @@ async def check_domain(domain: str) -> None:
         await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError as error:
         raise SpecRefused(f"--domain {domain}: {host} does not resolve ({error}): add a wildcard DNS record") from error
+
+
+def _secrets(live: LiveSandbox) -> dict[str, str]:
+    return {TOKEN_HEADER: live.row.access_token, "E2b-Traffic-Access-Token": live.row.traffic_token}
 
 
 class Ports:
@@ -98,11 +100,8 @@ class Ports:
     async def _answer(self, request: web.Request, sandbox_id: str, port: int) -> web.StreamResponse:
         asleep = self._sandboxes.sleeping_one(sandbox_id)
         live = asleep or self._sandboxes.running_one(sandbox_id)
-        secrets = {"X-Access-Token": live.row.access_token, "E2b-Traffic-Access-Token": live.row.traffic_token}
-        given = [
-            compare_digest(request.headers.get(name, "").encode(errors="surrogateescape"), secret.encode())
-            for name, secret in secrets.items()
-        ]
+        # Both are compared, whatever the first says: the time taken does not tell which was wrong.
+        given = [has_secret(request, header, secret) for header, secret in _secrets(live).items()]
         if live.row.secure and not any(given):
             raise ApiError(
                 403, "this sandbox was created secure: send its token in the header e2b-traffic-access-token"
@@ -143,8 +142,9 @@ class Ports:
                 headers = forwarded(request.headers)
                 for name in _OWN_HEADERS:
                     headers.popall(name, None)
-                for name in _SECRET_HEADERS:
-                    if headers.get(name) in (live.row.access_token, live.row.traffic_token):
+                secrets = _secrets(live)
+                for name in secrets:
+                    if headers.get(name) in secrets.values():
                         headers.popall(name)
                 # Servers that check the host, or make links with it, know the name that the client used.
                 headers["Host"] = request.host
