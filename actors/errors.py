@@ -6,6 +6,7 @@ ActorError
 └── StartFailed         an actor could not be started: permanent, names actor and reason
 RunError
 ├── ConfigError         a key, the reason and the fix, on one line
+│   └── RoleTooSmall    the key of the control API may not name what the recipe names
 ├── RunExists           the run directory is in use
 ├── RunMissing          the run does not exist or cannot be resumed
 ├── DiskFull            the run directory's disk is full
@@ -48,6 +49,10 @@ class RunError(Exception):
 
 class ConfigError(RunError):
     """A recipe, key, value, model directory or task file is invalid."""
+
+
+class RoleTooSmall(ConfigError):
+    """The role of a key does not allow a request, or what its recipe names."""
 
 
 class RunExists(RunError):

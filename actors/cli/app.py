@@ -128,7 +128,7 @@ def run(
     owner: Owner = "",
     quotas: Annotated[
         Path | None,
-        typer.Option(help="File of quotas for all owners, which the first run on a cluster sets (docs/cluster.md)."),
+        typer.Option(help="File of quotas and grants, set by the first run on a cluster (docs/control_api.md)."),
     ] = None,
     url: Url = None,
     key_file: KeyPath = None,

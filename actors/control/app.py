@@ -31,27 +31,27 @@ from headrace.actors.control.bodies import (
     unknown_run,
     whole_number,
 )
-from headrace.actors.control.keys import Role, digest_of
+from headrace.actors.control.keys import digest_of
 from headrace.actors.control.pages import RunPages
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.observer.mounted import ANSWER_S
 from headrace.actors.runs.contract import LEAVE_S
-from headrace.actors.runs.records import Submission
+from headrace.actors.runs.records import Role, Submission
 from headrace.actors.runtime.event_stream import POLL_S, event_stream
 from headrace.actors.training.trainer_calls import Commit, Release, Take, Weights
 
 if TYPE_CHECKING:
-    from headrace.actors.control.keys import Caller, KeyFile
+    from headrace.actors.control.keys import KeyFile
     from headrace.actors.runs.contract import EventPage, RunsApi
-    from headrace.actors.runs.records import RunId, RunRecord
+    from headrace.actors.runs.records import Caller, RunId, RunRecord
     from headrace.actors.training.trainer_calls import TrainerCall
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Work: TypeAlias = Callable[[Request, "Caller"], Awaitable[Response]]
-RunWork: TypeAlias = Callable[[Request, "RunId"], Awaitable[Response]]
+RunWork: TypeAlias = Callable[[Request, "RunId", "Caller"], Awaitable[Response]]
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
 CALL_S: Final = 20.0
@@ -132,10 +132,10 @@ class ControlApi:
             ("GET", f"{run}/page/{{path:path}}", self._guarded(self._pages.view)),
             ("POST", f"{run}/page/login", self._guarded(self._pages.login)),
             ("GET", f"{run}/logs", on(Role.READ, self._logs, "actor", "after", "limit_bytes")),
-            ("POST", f"{run}/drain", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.drain(run_id)))),
-            ("POST", f"{run}/stop", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.stop(run_id)))),
+            ("POST", f"{run}/drain", on(Role.OPERATE, self._wish(lambda runs, *of: runs.drain(*of)))),
+            ("POST", f"{run}/stop", on(Role.OPERATE, self._wish(lambda runs, *of: runs.stop(*of)))),
             ("POST", f"{run}/resume", on(Role.OPERATE, self._resume)),
-            ("POST", f"{run}/upgrade", on(Role.OPERATE, self._wish(lambda runs, run_id: runs.upgrade(run_id)))),
+            ("POST", f"{run}/upgrade", on(Role.OPERATE, self._wish(lambda runs, *of: runs.upgrade(*of)))),
             ("GET", "/v1/nodes", allowed(Role.ADMIN, self._nodes)),
             ("POST", "/v1/nodes/{node}/drain", allowed(Role.ADMIN, self._drain_node)),
             ("GET", f"{run}/engines", on(Role.READ, self._engines)),
@@ -168,7 +168,7 @@ class ControlApi:
         async def handler(request: Request) -> Response:
             caller = self._caller(request, role)
             check_query(request, *query)
-            return await work(request, await self._visible(run_id_of(request), caller))
+            return await work(request, await self._visible(run_id_of(request), caller), caller)
 
         return self._guarded(handler)
 
@@ -226,7 +226,7 @@ class ControlApi:
             raise Refusal(400, "idempotency_key_missing", "send a header Idempotency-Key, such as a UUID, for each run")
         body = await read_body(request, SubmitBody)
         submission = Submission(name=body.name, owner=caller.owner, recipe=body.recipe, idempotency_key=key)
-        record = await self._call(lambda runs: runs.submit(submission))
+        record = await self._call(lambda runs: runs.submit(submission, caller))
         return answer(record, 201)
 
     async def _list(self, request: Request, caller: Caller) -> Response:
@@ -234,26 +234,26 @@ class ControlApi:
         owner = None if caller.role is Role.ADMIN else caller.owner
         return answer({"runs": await self._call(lambda runs: runs.runs(owner))})
 
-    async def _show(self, request: Request, run_id: RunId) -> Response:
+    async def _show(self, request: Request, run_id: RunId, _: Caller) -> Response:
         return answer(await self._call(lambda runs: runs.run(run_id)))
 
-    async def _status(self, request: Request, run_id: RunId) -> Response:
+    async def _status(self, request: Request, run_id: RunId, _: Caller) -> Response:
         return answer(await self._call(lambda runs: runs.status(run_id)))
 
-    async def _report(self, request: Request, run_id: RunId) -> Response:
+    async def _report(self, request: Request, run_id: RunId, _: Caller) -> Response:
         return answer(await self._call(lambda runs: runs.report(run_id), timeout_s=60))
 
-    def _wish(self, ask: Callable[[RunsApi, RunId], Awaitable[RunRecord]]) -> RunWork:
+    def _wish(self, ask: Callable[[RunsApi, RunId, Caller], Awaitable[RunRecord]]) -> RunWork:
         """Return the work of a request that wants something else of a run."""
 
-        async def work(request: Request, run_id: RunId) -> Response:
-            return answer(await self._call(lambda runs: ask(runs, run_id)))
+        async def work(request: Request, run_id: RunId, caller: Caller) -> Response:
+            return answer(await self._call(lambda runs: ask(runs, run_id, caller)))
 
         return work
 
-    async def _resume(self, request: Request, run_id: RunId) -> Response:
+    async def _resume(self, request: Request, run_id: RunId, caller: Caller) -> Response:
         changes = tuple((await read_body(request, ResumeBody)).changes)
-        return answer(await self._call(lambda runs: runs.resume(run_id, changes)))
+        return answer(await self._call(lambda runs: runs.resume(run_id, changes, caller)))
 
     async def _nodes(self, request: Request, caller: Caller) -> Response:
         check_query(request)
@@ -264,9 +264,9 @@ class ControlApi:
         check_query(request)
         node, deadline_s = request.path_params["node"], (await read_body(request, DrainNodeBody)).deadline_s
         limit_s = deadline_s + LEAVE_S + CALL_S
-        return answer(await self._call(lambda runs: runs.drain_node(node, deadline_s), timeout_s=limit_s))
+        return answer(await self._call(lambda runs: runs.drain_node(node, deadline_s, caller), timeout_s=limit_s))
 
-    async def _events(self, request: Request, run_id: RunId) -> Response:
+    async def _events(self, request: Request, run_id: RunId, _: Caller) -> Response:
         last = request.headers.get("last-event-id", "")
         after = whole_number(last, "Last-Event-ID", 0, most=_LAST_NUMBER)
 
@@ -280,35 +280,37 @@ class ControlApi:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(event_stream(first, after, next_page), media_type="text/event-stream", headers=headers)
 
-    async def _logs(self, request: Request, run_id: RunId) -> Response:
+    async def _logs(self, request: Request, run_id: RunId, _: Caller) -> Response:
         query = request.query_params
         limit = whole_number(query.get("limit_bytes", ""), "limit_bytes", LOG_BYTES, most=MAX_LOG_BYTES)
         actor, after = query.get("actor") or None, query.get("after", "")
         return answer(await self._call(lambda runs: runs.logs(run_id, actor, after, limit)))
 
-    async def _engines(self, request: Request, run_id: RunId) -> Response:
+    async def _engines(self, request: Request, run_id: RunId, _: Caller) -> Response:
         return answer({"engines": await self._call(lambda runs: runs.engines(run_id))})
 
-    async def _add_engine(self, request: Request, run_id: RunId) -> Response:
+    async def _add_engine(self, request: Request, run_id: RunId, caller: Caller) -> Response:
         body = await read_body(request, AddEngineBody)
         limit_s = body.timeout_s + CALL_S
-        name = await self._call(lambda runs: runs.add_engine(run_id, body.url, body.timeout_s), timeout_s=limit_s)
+        name = await self._call(
+            lambda runs: runs.add_engine(run_id, body.url, body.timeout_s, caller), timeout_s=limit_s
+        )
         return answer({"engine_id": name, "done": "add"})
 
     def _trainer(self, model: type[TrainerCall]) -> RunWork:
         """Return the work of a request of the user's trainer, with this body."""
 
-        async def work(request: Request, run_id: RunId) -> Response:
+        async def work(request: Request, run_id: RunId, caller: Caller) -> Response:
             body = await read_body(request, model)
             limit_s = (body.timeout_s if isinstance(body, Take) else TRAINER_S) + CALL_S
-            document = await self._call(lambda runs: runs.trainer(run_id, body), timeout_s=limit_s)
+            document = await self._call(lambda runs: runs.trainer(run_id, body, caller), timeout_s=limit_s)
             return Response(document, media_type="application/json")
 
         return work
 
-    async def _remove_engine(self, request: Request, run_id: RunId) -> Response:
+    async def _remove_engine(self, request: Request, run_id: RunId, caller: Caller) -> Response:
         timeout_s = float(whole_number(request.query_params.get("timeout_s", ""), "timeout_s", _REMOVE_S, most=600))
         engine = request.path_params["engine"]
         limit_s = timeout_s + CALL_S
-        name = await self._call(lambda runs: runs.remove_engine(run_id, engine, timeout_s), timeout_s=limit_s)
+        name = await self._call(lambda runs: runs.remove_engine(run_id, engine, timeout_s, caller), timeout_s=limit_s)
         return answer({"engine_id": name, "done": "remove"})

@@ -13,12 +13,11 @@ import hashlib
 import os
 import re
 import stat
-from dataclasses import dataclass
-from enum import IntEnum
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.runs.records import Caller, Role
 from headrace.actors.runs.table import NAME
 
 if TYPE_CHECKING:
@@ -26,30 +25,8 @@ if TYPE_CHECKING:
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _LONGEST_FILE: Final = 1 << 20
+_SHOWN_DIGITS: Final = 12
 _REFUSED_BITS: Final = stat.S_IWGRP | stat.S_IRWXO
-
-
-class Role(IntEnum):
-    """What a key allows; a larger role includes the smaller ones."""
-
-    READ = 1
-    """See the owner's runs."""
-    OPERATE = 2
-    """Submit and change them."""
-    ADMIN = 3
-    """See and change the runs of all owners."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """The user of a key."""
-
-    owner: str
-    role: Role
-
-    def sees(self, owner: str) -> bool:
-        """Return True if runs of `owner` exist for this caller."""
-        return self.role is Role.ADMIN or self.owner == owner
 
 
 class KeyFile:
@@ -108,11 +85,11 @@ def _parsed(data: bytes, path: Path) -> dict[bytes, Caller]:
                 f"{where}: must be `SHA256 ROLE OWNER`, with the SHA-256 of the key in 64 small hex digits"
             )
         if parts[1].upper() not in Role.__members__ or not parts[1].islower():
-            raise ConfigError(f"{where}: the role must be read, operate or admin")
+            raise ConfigError(f"{where}: the role must be read, operate, code or admin")
         digest = bytes.fromhex(parts[0])
         if digest in callers:
             raise ConfigError(f"{where}: duplicate key; keep one line of it")
-        callers[digest] = Caller(owner=parts[2], role=Role[parts[1].upper()])
+        callers[digest] = Caller(owner=parts[2], role=Role[parts[1].upper()], key=parts[0][:_SHOWN_DIGITS])
     if not callers:
         raise ConfigError(f"key file {path} has no keys; add lines of the form `SHA256 ROLE OWNER`")
     return callers

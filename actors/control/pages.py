@@ -18,22 +18,22 @@ from urllib.parse import parse_qs
 from starlette.responses import RedirectResponse, Response
 
 from headrace.actors.control.bodies import read_bytes, run_id_of
-from headrace.actors.control.keys import Role, digest_of
+from headrace.actors.control.keys import digest_of
 from headrace.actors.control.refusals import Refusal
 from headrace.actors.observer.access import HEADERS
 from headrace.actors.observer.login import Secret, local_path, login_form
 from headrace.actors.observer.mounted import PageRequest
 from headrace.actors.observer.rendering import make_environment
 from headrace.actors.observer.static_files import static_files
+from headrace.actors.runs.records import Role
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from fastapi import Request
 
-    from headrace.actors.control.keys import Caller
     from headrace.actors.observer.mounted import PageAnswer
-    from headrace.actors.runs.records import RunId
+    from headrace.actors.runs.records import Caller, RunId
 
     Ask = Callable[[RunId, PageRequest], Awaitable[PageAnswer]]
 

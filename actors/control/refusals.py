@@ -22,6 +22,7 @@ from headrace.actors.errors import (
     EngineGroupError,
     EngineUnknown,
     QuotaExceeded,
+    RoleTooSmall,
     RunRefused,
     RunsMissing,
     RunUnknown,
@@ -45,6 +46,7 @@ CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
     (LeaseLost, 409, "lease_lost"),
     (TrainerRefused, 400, "trainer_refused"),
     (QuotaExceeded, 403, "quota_exceeded"),
+    (RoleTooSmall, 403, "role_too_small"),
     (ConfigError, 400, "config_invalid"),
 )
 """Status and code of each error; the first class that fits counts."""

@@ -262,7 +262,7 @@ def all_nodes_reach_the_sandboxes(config: RunConfig) -> str | None:
             "cluster do not reach; set sandbox.provider to remote"
         )
     key_file = config.sandbox.remote.key_file
-    if key_file is not None and not key_file.is_absolute():
+    if key_file is not None and not key_file.is_absolute() and not str(key_file).startswith(SECRET):
         return f"sandbox.remote.key_file {key_file} is relative; on a cluster, write a path that all nodes have"
     return None
 
@@ -418,6 +418,11 @@ def read_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
     """Validate a document and make its paths absolute. Raises ConfigError."""
+    return validated(absolute_paths(document, recipe), recipe, run_dir)
+
+
+def validated(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
+    """Validate a document, whose paths are neither changed nor looked up. Raises ConfigError."""
     learner = document.setdefault("learner", {})
     for key in ("model_dir", "checkpoint_dir", "snapshot_dir", "seed"):
         if isinstance(learner, dict) and key in learner:
@@ -428,7 +433,6 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
     telemetry = document.setdefault("telemetry", {})
     if recipe.suffix and isinstance(telemetry, dict):
         telemetry.setdefault("recipe", recipe.stem)
-    absolute_paths(document, recipe)
     model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
     service = document.get("service")
     seed = service.get("seed", 0) if isinstance(service, dict) else 0
@@ -458,7 +462,15 @@ def absolute_paths(document: dict[str, Any], recipe: Path) -> dict[str, Any]:
 
 
 def named_paths(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the paths that a recipe's document sets: the dotted key, the table that has it, and its last part."""
+    """Yield the paths that a recipe's document sets, as `named_values` does, but not the names of secrets."""
+    return (found for found in named_values(document, RECIPE_PATHS) if not found[1][found[2]].startswith(SECRET))
+
+
+def named_values(
+    document: Mapping[str, Any], keys: Iterable[Sequence[str]]
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the texts that a recipe's document sets for `keys`, with `ANY_NAME` for each table at a place: the dotted
+    key, the table that has it, and its last part."""
 
     def below(tables: Mapping[str, Any], parts: Sequence[str], above: str) -> Iterator[tuple[str, dict[str, Any], str]]:
         first, *rest = parts
@@ -472,7 +484,7 @@ def named_paths(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
             elif rest and isinstance(value, dict):
                 yield from below(value, rest, f"{above}{name}.")
 
-    for parts in RECIPE_PATHS:
+    for parts in keys:
         yield from below(document, parts, "")
 
 
@@ -487,6 +499,8 @@ def _absolute(path: str, base: Path, key: str) -> Path:
 
 
 ANY_NAME: Final = "*"
+SECRET: Final = "secret:"
+"""Beginning of a key file that is a secret of the run's owner on a cluster (docs/control_api.md)."""
 RECIPE_PATHS = (
     ("model", "path"),
     ("tasks", "train"),

@@ -101,6 +101,8 @@ if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig
     from headrace.serve.observing.progress import Progress
 
+    Allow = Callable[[Iterable[Task]], None]
+
 PROGRESS_S = 1.0
 ANSWER_S = 10.0
 """Time limit for the service to report its progress."""
@@ -132,11 +134,12 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     return config, directory
 
 
-def lay_out(config: RunConfig, directory: RunDirectory) -> None:
-    """Check everything that the configuration names, then create the run directory, completely or not at all. Raises
-    ConfigError and the errors of tasks, model and sandboxes."""
+def lay_out(config: RunConfig, directory: RunDirectory, *, allow: Allow = lambda _: None) -> None:
+    """Check everything that the configuration names, then create the run directory, completely or not at all. `allow`
+    gets the tasks that were read before anything that they name is looked up. Raises ConfigError, the errors of tasks,
+    model and sandboxes, and those of `allow`."""
     check_parts(config)
-    train, heldout = load_task_sets(config)
+    train, heldout = load_task_sets(config, allow)
     staged = directory.path.with_name(f".{directory.path.name}.{os.getpid()}")
     partial = RunDirectory(path=staged)
     try:
@@ -298,7 +301,7 @@ def refuse_absent_sglang(engines: EnginesConfig) -> None:
         ) from error
 
 
-def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+def load_task_sets(config: RunConfig, allow: Allow = lambda _: None) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
     """Read or generate the training and held-out tasks of all sources. Raises TaskFileError, ConfigError (including
     when they overlap) and the errors raised for the hosts in `sandbox.remote.urls`."""
     build_miniature(config)
@@ -306,7 +309,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     heldout: dict[str, list[Task]] = {}
     for name, own in config.by_source().items():
         with of_source(name):
-            sets = load_source(own)
+            sets = load_source(own, allow)
         own_train, own_heldout = ([replace(task, id=id_in_run(name, task.id)) for task in each] for each in sets)
         train += own_train
         heldout[name] = own_heldout
@@ -329,7 +332,7 @@ def of_source(name: str) -> Iterator[None]:
         raise ConfigError(f"{KEY}.{name}: {error}") from error
 
 
-def load_source(config: RunConfig) -> tuple[Sequence[Task], Sequence[Task]]:
+def load_source(config: RunConfig, allow: Allow = lambda _: None) -> tuple[Sequence[Task], Sequence[Task]]:
     """Read or generate the training and held-out tasks of one source, given its configuration. Raises the errors of
     `load_task_sets`, apart from overlaps."""
     section, seed = config.tasks, config.service.seed
@@ -344,6 +347,7 @@ def load_source(config: RunConfig) -> tuple[Sequence[Task], Sequence[Task]]:
     else:
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
+    allow((*train, *heldout))
     check_tasks(config, (*train, *heldout))
     return train, heldout
 

@@ -16,7 +16,7 @@ from headrace.actors.errors import ActorLost, RunsMissing, RunUnknown
 from headrace.actors.run.config import absolute_paths, read_recipe
 from headrace.actors.runs.contract import ACTOR_NAME
 from headrace.actors.runs.layout import ClusterTerms
-from headrace.actors.runs.records import RunId, Submission
+from headrace.actors.runs.records import RAY_USER, RunId, Submission
 from headrace.actors.runs.runs import Runs
 from headrace.actors.runtime.nodes import NAMESPACE, Role
 from headrace.actors.runtime.operations import until_back
@@ -107,7 +107,7 @@ class ClusterClient:
     async def submit(self, name: str, recipe: Recipe, idempotency_key: str) -> RunRecord:
         """Submit a run."""
         submission = Submission(name=name, owner=self._owner, recipe=recipe, idempotency_key=idempotency_key)
-        return await until_back(lambda: self._runs.submit(submission), deadline_s=PATIENCE_S)
+        return await until_back(lambda: self._runs.submit(submission, RAY_USER), deadline_s=PATIENCE_S)
 
     async def runs(self) -> tuple[RunRecord, ...]:
         """Return the runs of the owner."""
@@ -129,15 +129,15 @@ class ClusterClient:
         return await self._on(run_id, self._runs.report)
 
     async def drain(self, run_id: str) -> RunRecord:
-        return await self._on(run_id, self._runs.drain)
+        return await self._on(run_id, self._runs.drain, RAY_USER)
 
     async def stop(self, run_id: str) -> RunRecord:
-        return await self._on(run_id, self._runs.stop)
+        return await self._on(run_id, self._runs.stop, RAY_USER)
 
     async def resume(self, run_id: str, changes: tuple[str, ...] = ()) -> RunRecord:
         """Queue an ended run again, with changed keys. It is asked once: after a lost answer, a second request would be
         refused."""
-        return await self._runs.resume((await self.run(run_id)).run_id, changes)
+        return await self._runs.resume((await self.run(run_id)).run_id, changes, RAY_USER)
 
     async def recover(self, run_id: str) -> RunRecord:
         """Continue a run whose control node has lost its disk from its storage."""
@@ -145,7 +145,7 @@ class ClusterClient:
 
     async def upgrade(self, run_id: str) -> RunRecord:
         """Let a live run start again under what is installed."""
-        return await self._on(run_id, self._runs.upgrade)
+        return await self._on(run_id, self._runs.upgrade, RAY_USER)
 
     async def nodes(self) -> tuple[NodeStatus, ...]:
         """Return the living nodes of the cluster."""
@@ -153,7 +153,7 @@ class ClusterClient:
 
     async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
         """Let the runs of all owners leave a node."""
-        return await until_back(lambda: self._runs.drain_node(node, deadline_s), deadline_s=PATIENCE_S)
+        return await until_back(lambda: self._runs.drain_node(node, deadline_s, RAY_USER), deadline_s=PATIENCE_S)
 
     async def engines(self, run_id: str) -> tuple[EngineStatus, ...]:
         """Return the engines of a run."""
@@ -161,11 +161,11 @@ class ClusterClient:
 
     async def add_engine(self, run_id: str, url: str, timeout_s: float) -> str:
         """Attach a server to a live run, and return the name of the engine."""
-        return await self._on(run_id, self._runs.add_engine, url, timeout_s)
+        return await self._on(run_id, self._runs.add_engine, url, timeout_s, RAY_USER)
 
     async def remove_engine(self, run_id: str, engine_id: str, timeout_s: float) -> str:
         """Remove an engine from a live run, and return its name."""
-        return await self._on(run_id, self._runs.remove_engine, engine_id, timeout_s)
+        return await self._on(run_id, self._runs.remove_engine, engine_id, timeout_s, RAY_USER)
 
     async def logs(self, run_id: str, *, actor: str | None = None, after: str = "") -> LogPage:
         """Return the next lines of a run's logs, those of one actor or all."""

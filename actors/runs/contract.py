@@ -2,7 +2,8 @@
 
 Invariants:
 - Every call may be repeated. A repeated submission (by key), drain, stop, addition or removal has the effect of one.
-- The caller has checked that the run belongs to the user: the actor knows owners, but no users.
+- The caller has checked that the run belongs to the user: the actor knows owners, and of a user the role and the name
+  of the key, for events and for what a recipe may name (`grants`).
 - Calls about one run raise RunUnknown for an unknown id. Errors are of `headrace.actors.errors`.
 """
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.actors.cluster.node_drain import RunLeft
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.observer.mounted import PageAnswer, PageRequest
-    from headrace.actors.runs.records import RunEvent, RunId, RunRecord, Submission
+    from headrace.actors.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
     from headrace.actors.training.trainer_calls import TrainerCall
 
 LEAVE_S: Final = 60.0
@@ -84,10 +85,10 @@ class NodeDrained:
 class RunsApi(Protocol):
     """The actor, as its callers see it."""
 
-    async def submit(self, submission: Submission) -> RunRecord:
-        """Add a run, or return the one that the same submission added before. Raises ConfigError, SubmissionConflict,
-        RunRefused if the owner has a live run of this name, QuotaExceeded if it could never start, and CannotBePlaced
-        if no node has what it needs."""
+    async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
+        """Add a run, or return the one that the same submission added before. Raises ConfigError, RoleTooSmall for what
+        the caller's recipes may not name, SubmissionConflict, RunRefused if the owner has a live run of this name,
+        QuotaExceeded if it could never start, and CannotBePlaced if no node has what it needs."""
         ...
 
     async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
@@ -98,20 +99,21 @@ class RunsApi(Protocol):
         """Return one run."""
         ...
 
-    async def drain(self, run_id: RunId) -> RunRecord:
+    async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
         """Let the run save a checkpoint and end. Returns at once. Raises RunRefused if it is being stopped."""
         ...
 
-    async def stop(self, run_id: RunId) -> RunRecord:
+    async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
         """End the run. Returns at once."""
         ...
 
-    async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
+    async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
         """Queue an ended run again, with changed keys (`table.key=value`). Raises RunRefused if it is live or finished,
-        and ConfigError for a key that may not change."""
+        ConfigError for a key that may not change, and RoleTooSmall if the caller could not submit the changed
+        recipe."""
         ...
 
-    async def upgrade(self, run_id: RunId) -> RunRecord:
+    async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
         """Let a live run save a checkpoint, end, and start again under what is installed. Returns at once. Raises
         RunRefused if it has ended, or is being drained or stopped."""
         ...
@@ -120,7 +122,7 @@ class RunsApi(Protocol):
         """Return the living nodes."""
         ...
 
-    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+    async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
         """Let all runs leave a node, named by its address or Ray id: no new rollouts and engines there. Returns once no
         rollout runs there; those that have not ended after `deadline_s` are issued elsewhere. Raises ConfigError for an
         unknown node and the control node."""
@@ -146,20 +148,21 @@ class RunsApi(Protocol):
         """Return the engines of the run."""
         ...
 
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
-        """Attach a server to a live run, and return the name of the engine. Raises RunRefused if the run is not live,
-        and EngineGroupError."""
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
+        """Attach a server to a live run, and return the name of the engine. The server is sent the run's key, so the
+        caller must be one who could submit the recipe. Raises RoleTooSmall, RunRefused if the run is not live, and
+        EngineGroupError."""
         ...
 
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
         """Remove an engine from a live run, and return its name. Raises RunRefused if the run is not live, and
         EngineGroupError."""
         ...
 
-    async def trainer(self, run_id: RunId, call: TrainerCall) -> bytes:
+    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
         """Return the JSON answer of the run's learner to the user's trainer, whose question for an order may wait.
-        Raises RunRefused if the run is not live or trains by itself, LeaseLost, TrainerRefused, ModelInvalid, and
-        ActorLost while the learner starts."""
+        Raises RoleTooSmall for weights in a folder that the caller may not name, RunRefused if the run is not live or
+        trains by itself, LeaseLost, TrainerRefused, ModelInvalid, and ActorLost while the learner starts."""
         ...
 
     async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:

@@ -21,7 +21,7 @@ from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.config import RunConfig, resolve
+from headrace.actors.run.config import RunConfig, resolve, validated
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.runs.records import Build, Demands, Submission
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.actors.cluster.checks import Node
+    from headrace.actors.runs.grants import Rights
     from headrace.actors.runs.records import Recipe
 
 AUTO: Final = "auto"
@@ -68,8 +69,9 @@ class ClusterTerms:
         return LogTerms(run_id="", folder=self.state / "logs", retention=RetentionConfig(), json_stderr=True)
 
 
-def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, *, rollout_nodes: int) -> RunConfig:
-    """Return the configuration of a run of a submitted recipe. Raises ConfigError."""
+def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, rights: Rights, *, rollout_nodes: int) -> RunConfig:
+    """Return the configuration of a run of a submitted recipe. Raises ConfigError, and RoleTooSmall for what `rights`
+    do not allow it to name."""
     document: dict[str, Any] = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
     cluster = document.setdefault("cluster", {})
     for key, ours in (("state", terms.state), ("storage", terms.storage)):
@@ -81,7 +83,9 @@ def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, *, rollout_nodes
     engines = document.setdefault("engines", {})
     if engines.get("backend") != "simulated":
         engines.setdefault("placement", "ray")
-    return resolve(document, Path("recipe"), terms.directory(run_id).storage)
+    storage = terms.directory(run_id).storage
+    rights.check_recipe(validated(copy.deepcopy(document), Path("recipe"), storage))
+    return resolve(rights.with_secrets(document), Path("recipe"), storage)
 
 
 def build_of(config: RunConfig) -> Build:
@@ -119,12 +123,12 @@ async def rollout_nodes(terms: ClusterTerms) -> Sequence[Node]:
     return [node for node in await living_nodes() if node.role == terms.roles.rollout]
 
 
-def create_run(config: RunConfig, directory: RunDirectory, submission: Submission) -> None:
-    """Check what the configuration names, and create the run's folders. Blocks. Raises ConfigError and the errors of
-    tasks, model and sandboxes."""
+def create_run(config: RunConfig, directory: RunDirectory, submission: Submission, rights: Rights) -> None:
+    """Check what the configuration and its tasks name, and create the run's folders. Blocks. Raises ConfigError and the
+    errors of tasks, model and sandboxes."""
     assert directory.shared is not None
     directory.shared.parent.mkdir(parents=True, exist_ok=True)
-    lay_out(config, RunDirectory(path=directory.shared))
+    lay_out(config, RunDirectory(path=directory.shared), allow=rights.check_tasks)
     replace_file(directory.storage / SUBMISSION, orjson.dumps(asdict(submission)))
     directory.write_state()
     link_checkpoints(directory.path, directory.shared)

@@ -8,27 +8,34 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.requests import ask_group
-from headrace.actors.errors import ActorError, ActorGone, ActorLost, RunError, RunRefused
+from headrace.actors.errors import ActorError, ActorGone, ActorLost, ConfigError, RunError, RunRefused
 from headrace.actors.observer.mounted import MountedPages
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
 from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import reopened
 from headrace.actors.runs.log_pages import read_logs
+from headrace.actors.runs.quotas import Quotas, load_quotas
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
+from headrace.actors.training.trainer_calls import Weights
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.actors.cluster.head_watch import HeadWatch
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.observer.mounted import PageAnswer, PageRequest
@@ -36,9 +43,11 @@ if TYPE_CHECKING:
     from headrace.actors.runs.cluster_nodes import ClusterNodes
     from headrace.actors.runs.contract import NodeStatus
     from headrace.actors.runs.layout import ClusterTerms
-    from headrace.actors.runs.records import RunId, RunRecord
+    from headrace.actors.runs.records import Caller, RunId, RunRecord
     from headrace.actors.runs.table import RunsTable
     from headrace.actors.training.trainer_calls import TrainerCall
+
+logger = logging.getLogger(__name__)
 
 READY_S: Final = 10.0
 """Time limit for a service to report whether it is ready."""
@@ -51,9 +60,12 @@ class RunQueries(ResourceOwner):
     _nodes: ClusterNodes
     _head: HeadWatch
 
-    def __init__(self, terms: ClusterTerms) -> None:
+    def __init__(self, terms: ClusterTerms, quotas: Path | None) -> None:
         super().__init__()
         self._terms = terms
+        self._quotas_file, self._quotas_problem = quotas, ""
+        # A file that is wrong from the beginning is refused.
+        self._last_quotas = Quotas() if quotas is None else load_quotas(quotas)
         self._changed = asyncio.Event()
         # Kept: calls over them go on while the head is away, and look-ups do not.
         self._learners: dict[RunId, ExternalTrainerLoop] = {}
@@ -102,19 +114,30 @@ class RunQueries(ResourceOwner):
         """See `RunsApi.engines`."""
         return (await asyncio.to_thread(read_roster, self._directory(run_id).engines)).engines
 
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
         """See `RunsApi.add_engine`."""
-        box = self._live(run_id).engine_requests
-        return await asyncio.to_thread(partial(ask_group, box, "add", url, timeout_s=timeout_s))
+        # The new engine is sent the key of those that the recipe attaches.
+        self._rights(run_id, caller).check_recipe(await asyncio.to_thread(reopened, self._directory(run_id)))
+        return await self._change_engines(run_id, "add", url, timeout_s, caller)
 
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
         """See `RunsApi.remove_engine`."""
-        box = self._live(run_id).engine_requests
-        return await asyncio.to_thread(partial(ask_group, box, "remove", engine_id, timeout_s=timeout_s))
+        return await self._change_engines(run_id, "remove", engine_id, timeout_s, caller)
 
-    async def trainer(self, run_id: RunId, call: TrainerCall) -> bytes:
+    async def _change_engines(
+        self, run_id: RunId, change: Literal["add", "remove"], engine: str, timeout_s: float, caller: Caller
+    ) -> str:
+        box = self._live(run_id).engine_requests
+        name = await asyncio.to_thread(partial(ask_group, box, change, engine, timeout_s=timeout_s))
+        self._table.note(run_id, f"{change} engine {name} by {caller}", now_s=time.time())
+        self._tell()
+        return name
+
+    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
         """See `RunsApi.trainer`."""
         directory = self._live(run_id)
+        if isinstance(call, Weights) and call.path is not None:
+            self._rights(run_id, caller).check_folder("directory", call.path, directory.storage)
         if (learner := self._learners.get(run_id)) is None:
             if (await asyncio.to_thread(reopened, directory)).learner.kind != "external":
                 raise RunRefused(f'run {run_id} trains by itself: only with learner.kind "external" it has a trainer')
@@ -148,6 +171,20 @@ class RunQueries(ResourceOwner):
                 problems=(f"the service does not answer; the run is {record.actual}",),
             )
         return Readiness(**found)
+
+    def _quotas(self) -> Quotas:
+        """Return the quotas in the file, or those that were read last while it cannot be read."""
+        if self._quotas_file is not None:
+            try:
+                self._last_quotas = load_quotas(self._quotas_file)
+            except ConfigError as error:
+                if str(error) != self._quotas_problem:
+                    logger.error("the quotas stay as they are: %s", error)
+                self._quotas_problem = str(error)
+        return self._last_quotas
+
+    def _rights(self, run_id: RunId, caller: Caller) -> Rights:
+        return Rights(owner=self._table.get(run_id).owner, caller=caller, quotas=self._quotas())
 
     def _tell(self) -> None:
         """Wake everyone who waits for events."""

@@ -1,4 +1,4 @@
-"""Quotas of owners, and the choice of the runs that may start.
+"""Quotas of owners, what their recipes may name (`grants`), and the choice of the runs that may start.
 
 Invariants:
 - Live runs with a service, and those that wait for their next try, hold their demands. What an owner's runs hold stays
@@ -13,30 +13,45 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Final
+from pathlib import Path
+from typing import Annotated, Final, Self
 
 import orjson
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from headrace.actors.errors import ConfigError, QuotaExceeded
 from headrace.actors.runs.records import ActualState, Demands, RunId, RunRecord
 from headrace.actors.runs.table import NAME
 from headrace.actors.section import Section
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{path} must be an absolute path without '..'")
+    return path
+
+
+Folder = Annotated[Path, AfterValidator(_absolute)]
 Limit = Annotated[int | None, Field(ge=0, strict=True)]
 
 
 class Quota(Section):
-    """Limits for the live runs of one owner; None is no limit."""
+    """Limits for the live runs of one owner (None is no limit), and what its recipes may name without the role
+    `code`."""
 
     runs: Limit = None
     """Number of runs with a service."""
     rollouts: Limit = None
     """Rollouts in flight of all these runs."""
     engines: Limit = None
+    folders: tuple[Folder, ...] = ()
+    """Folders that have models, tasks and corpora."""
+    parts: tuple[str, ...] = ()
+    """Import paths of agents, environments, providers, services, objectives and evaluators."""
+    flags: tuple[str, ...] = ()
+    """Flags of slime, Megatron and SGLang."""
+    urls: tuple[str, ...] = ()
+    """URLs, and beginnings of paths below them, to which nodes may send credentials in their environment."""
 
 
 class Quotas(Section):
@@ -44,6 +59,16 @@ class Quotas(Section):
 
     default: Quota = Quota()
     owners: dict[str, Quota] = Field(default_factory=dict)
+    secrets: Folder | None = None
+    """Folder, on every node, with the secrets of each owner: `OWNER/NAME`, files of mode 600 of Ray's user."""
+
+    @model_validator(mode="after")
+    def _secrets_are_no_data(self) -> Self:
+        secrets = self.secrets
+        for folder in {folder for quota in (self.default, *self.owners.values()) for folder in quota.folders}:
+            if secrets is not None and (secrets.is_relative_to(folder) or folder.is_relative_to(secrets)):
+                raise ValueError(f"folders has {folder}, where recipes could read {secrets} as data")
+        return self
 
     def of(self, owner: str) -> Quota:
         own = self.owners.get(owner, self.default)
@@ -86,7 +111,7 @@ def load_quotas(path: Path) -> Quotas:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        fix = "tables are [default] and [owners.NAME], their keys " + ", ".join(_SHARES)
+        fix = "keys are secrets and the tables [default] and [owners.NAME], with " + ", ".join(Quota.model_fields)
         raise ConfigError(f"{path}: {key}: {first['msg']}; {fix}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be parsed: {error}; write TOML, or JSON in a file NAME.json") from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Final, NewType
 
 RunId = NewType("RunId", str)
@@ -19,6 +19,43 @@ RunId = NewType("RunId", str)
 
 Recipe = Mapping[str, Mapping[str, Any]]
 """Tables of a recipe as in its TOML file, after overrides; its paths are absolute on the nodes of the cluster."""
+
+
+class Role(IntEnum):
+    """What a key of the control API allows; a larger role includes the smaller ones."""
+
+    READ = 1
+    """See the owner's runs."""
+    OPERATE = 2
+    """Submit and change them, with registered parts, listed folders and the owner's secrets (`grants`)."""
+    CODE = 3
+    """Name any code and file in them, which Ray's user then runs and reads."""
+    ADMIN = 4
+    """See and change the runs of all owners."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The user of a key, or of Ray's token. `key` is the beginning of the key's SHA-256, as in the key file."""
+
+    owner: str
+    role: Role
+    key: str = ""
+
+    @property
+    def may_name_code(self) -> bool:
+        return self.role >= Role.CODE
+
+    def sees(self, owner: str) -> bool:
+        """Return True if runs of `owner` exist for this caller."""
+        return self.role is Role.ADMIN or self.owner == owner
+
+    def __str__(self) -> str:
+        return f"key {self.key} ({self.role.name.lower()})" if self.key else "Ray's token"
+
+
+RAY_USER: Final = Caller(owner="", role=Role.ADMIN)
+"""Caller over Ray: whoever has the token of a cluster can do everything there."""
 
 
 class DesiredState(StrEnum):
@@ -122,6 +159,8 @@ class RunRecord:
     config_digest: str
     headrace_version: str
     demands: Demands
+    names_code: bool = False
+    """The role that set its recipe allows it to name any code and file."""
 
     @property
     def is_live(self) -> bool:
@@ -146,6 +185,7 @@ def run_record(values: Mapping[str, Any]) -> RunRecord:
         "desired": DesiredState(values["desired"]),
         "actual": ActualState(values["actual"]),
         "demands": Demands(**values["demands"]),
+        "names_code": bool(values.get("names_code")),
     }
     return RunRecord(**{**known, **typed})
 

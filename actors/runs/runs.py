@@ -30,6 +30,7 @@ from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runs.cluster_nodes import ClusterNodes
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.file_collection import EVERY_S, FileCollection
+from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import (
     build_of,
     check_cluster,
@@ -41,8 +42,8 @@ from headrace.actors.runs.layout import (
     rollout_nodes,
 )
 from headrace.actors.runs.queries import RunQueries
-from headrace.actors.runs.quotas import Quotas, load_quotas, next_to_start, refuse_oversized
-from headrace.actors.runs.records import TRANSITIONS, ActualState, DesiredState, RunId
+from headrace.actors.runs.quotas import next_to_start, refuse_oversized
+from headrace.actors.runs.records import RAY_USER, TRANSITIONS, ActualState, Caller, DesiredState, Role, RunId
 from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.operations import ABSENCE
@@ -75,10 +76,7 @@ class Runs(RunQueries, BeginsUnasked):
     """Actor with the table of runs; implements `contract.RunsApi`. Without a `quotas` file there are no limits."""
 
     def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:
-        super().__init__(terms)
-        self._quotas_file, self._quotas_problem = quotas, ""
-        # A file that is wrong from the beginning is refused.
-        self._last_quotas = Quotas() if quotas is None else load_quotas(quotas)
+        super().__init__(terms, quotas)
         self._wishes: dict[RunId, Wishes] = {}
         self._driving: dict[RunId, asyncio.Task[None]] = {}
         self._tried: dict[RunId, RestartPolicy] = {}
@@ -104,22 +102,23 @@ class Runs(RunQueries, BeginsUnasked):
 
     # What users ask for.
 
-    async def submit(self, submission: Submission) -> RunRecord:
+    async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
         """See `RunsApi.submit`."""
         self._require_head()
-        run_id = RunId(uuid.uuid4().hex)
+        run_id, quotas = RunId(uuid.uuid4().hex), self._quotas()
         known = {record.idempotency_key for record in self._table.runs(submission.owner)}
         nodes = await rollout_nodes(self._terms)
-        config = config_of(submission.recipe, self._terms, run_id, rollout_nodes=len(nodes))
+        rights = Rights(owner=submission.owner, caller=caller, quotas=quotas)
+        config = config_of(submission.recipe, self._terms, run_id, rights, rollout_nodes=len(nodes))
         build = build_of(config)
-        refuse_oversized(submission.owner, build.demands, self._quotas())
+        refuse_oversized(submission.owner, build.demands, quotas)
         if submission.idempotency_key in known:
-            return self._table.submit(submission, build, run_id=run_id, now_s=time.time())
+            return self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
         await check_cluster(config)
         directory = self._terms.directory(run_id)
-        await asyncio.to_thread(create_run, config, directory, submission)
+        await asyncio.to_thread(create_run, config, directory, submission, rights)
         try:
-            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time())
+            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
         except BaseException:
             await asyncio.to_thread(remove_run, directory)
             raise
@@ -129,15 +128,15 @@ class Runs(RunQueries, BeginsUnasked):
         self._plan()
         return self._table.get(record.run_id)
 
-    async def drain(self, run_id: RunId) -> RunRecord:
+    async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
         """See `RunsApi.drain`."""
-        return self._want(run_id, DesiredState.DRAINED)
+        return self._want(run_id, DesiredState.DRAINED, caller)
 
-    async def stop(self, run_id: RunId) -> RunRecord:
+    async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
         """See `RunsApi.stop`."""
-        return self._want(run_id, DesiredState.STOPPED)
+        return self._want(run_id, DesiredState.STOPPED, caller)
 
-    async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
+    async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
         """See `RunsApi.resume`."""
         record = self._table.get(run_id)
         recipe = changed_document(self._table.recipe(run_id), changes) if changes else None
@@ -146,20 +145,20 @@ class Runs(RunQueries, BeginsUnasked):
             config = await asyncio.to_thread(reopened, directory)
         else:
             units = (await asyncio.to_thread(reopened, directory)).cluster.rollout_units
-            config = config_of(recipe, self._terms, run_id, rollout_nodes=units)
+            config = config_of(recipe, self._terms, run_id, self._rights(run_id, caller), rollout_nodes=units)
             await check_cluster(config)
         build = build_of(config)
         refuse_oversized(record.owner, build.demands, self._quotas())
-        resumed = self._table.requeue(run_id, build, now_s=time.time(), recipe=recipe)
+        resumed = self._table.requeue(run_id, build, now_s=time.time(), caller=caller, recipe=recipe)
         if recipe is not None:
             await asyncio.to_thread(replace_file, directory.config, document_of(config))
             await asyncio.to_thread(journal_changes, directory.path, changes)
-            self._table.note(run_id, f"changed: {', '.join(changes)}", now_s=time.time())
+            self._table.note(run_id, f"changed by {caller}: {', '.join(changes)}", now_s=time.time())
         self._tried.pop(run_id, None)
         self._plan()
         return resumed
 
-    async def upgrade(self, run_id: RunId) -> RunRecord:
+    async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
         """See `RunsApi.upgrade`."""
         record = self._table.get(run_id)
         if not record.is_live:
@@ -167,7 +166,7 @@ class Runs(RunQueries, BeginsUnasked):
                 f"run {run_id} is {record.actual}: `headrace resume` starts it under what is installed, if it can go on"
             )
         if record.actual is not ActualState.WAITING:
-            self._want(run_id, DesiredState.UPGRADED)
+            self._want(run_id, DesiredState.UPGRADED, caller)
         if installed() != RUNNING:
             # The actor itself must run what is installed. Its successor finds the wish in the table and is asked again.
             end_actor()
@@ -175,12 +174,13 @@ class Runs(RunQueries, BeginsUnasked):
             await self._renew(run_id, record.desired)
         return self._table.get(run_id)
 
-    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+    async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
         """See `RunsApi.drain_node`."""
         self._require_head()
         drained = await self._nodes.drain(node, self._with_service(), deadline_s=deadline_s)
         for run_id, left in drained.runs.items():
-            self._table.note(run_id, f"node {drained.address} is drained: {left.line()}", now_s=time.time())
+            text = f"node {drained.address} is drained by {caller}: {left.line()}"
+            self._table.note(run_id, text, now_s=time.time())
         self._tell()
         return drained
 
@@ -204,17 +204,17 @@ class Runs(RunQueries, BeginsUnasked):
         await check_cluster(config)
         build = build_of(config)
         if any(record.run_id == run_id for record in self._table.runs()):
-            record = self._table.requeue(run_id, build, now_s=time.time())
+            record = self._table.requeue(run_id, build, now_s=time.time(), caller=RAY_USER)
         else:
-            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time())
+            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=RAY_USER)
         self._table.note(run_id, "recovered from the storage", now_s=time.time())
         self._plan()
         return record
 
     # What the actor does on its own.
 
-    def _want(self, run_id: RunId, desired: DesiredState) -> RunRecord:
-        record = self._table.want(run_id, desired, now_s=time.time())
+    def _want(self, run_id: RunId, desired: DesiredState, caller: Caller) -> RunRecord:
+        record = self._table.want(run_id, desired, now_s=time.time(), caller=caller)
         if (wishes := self._wishes.get(run_id)) is not None:
             (wishes.stopped if desired is DesiredState.STOPPED else wishes.drained).set()
         self._plan()
@@ -259,8 +259,11 @@ class Runs(RunQueries, BeginsUnasked):
 
     async def _drive_to_its_end(self, run_id: RunId, wishes: Wishes) -> None:
         try:
-            directory = self._directory(run_id)
+            directory, record = self._directory(run_id), self._table.get(run_id)
             config = await asyncio.to_thread(reopened, directory)
+            role = Role.CODE if record.names_code else Role.OPERATE
+            # What the operator allows may have changed since the run was submitted.
+            self._rights(run_id, Caller(owner=record.owner, role=role)).check_recipe(config)
             driver = RunDriver(
                 run_id,
                 config,
@@ -335,14 +338,3 @@ class Runs(RunQueries, BeginsUnasked):
             # Those that are being driven clean up themselves.
             live = {record.run_id for record in self._table.runs() if record.is_live} | set(self._driving)
             await sweep_unowned(live)
-
-    def _quotas(self) -> Quotas:
-        """Return the quotas in the file, or those that were read last while it cannot be read."""
-        if self._quotas_file is not None:
-            try:
-                self._last_quotas = load_quotas(self._quotas_file)
-            except ConfigError as error:
-                if str(error) != self._quotas_problem:
-                    logger.error("the quotas stay as they are: %s", error)
-                self._quotas_problem = str(error)
-        return self._last_quotas

@@ -46,13 +46,15 @@ from headrace.sandboxes.private_folders import make_missing
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.runs.records import Build, Recipe, RunId, Submission
+    from headrace.actors.runs.records import Build, Caller, Recipe, RunId, Submission
 
 FILE_NAME: Final = TABLE_FILE
 EVENTS_KEPT: Final = 1000
 NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 """Names of runs and owners."""
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
+_FROM_1: Final = "ALTER TABLE runs ADD COLUMN names_code INTEGER NOT NULL DEFAULT 1"
+"""Runs from before roles had limits go on with what they name."""
 _APPLICATION_ID: Final = 0x48525231
 """`HRR1` in the file's header: this SQLite file is a table of runs."""
 _LONGEST_TEXT: Final = 2000
@@ -61,7 +63,7 @@ _DDL: Final = (
   run_id TEXT PRIMARY KEY, name TEXT NOT NULL, owner TEXT NOT NULL, idempotency_key TEXT NOT NULL,
   submitted_s REAL NOT NULL, position INTEGER NOT NULL UNIQUE, desired TEXT NOT NULL, actual TEXT NOT NULL,
   reason TEXT NOT NULL, exit_code INTEGER, restarts_left INTEGER NOT NULL, next_try_s REAL,
-  config_digest TEXT NOT NULL, headrace_version TEXT NOT NULL, demands TEXT NOT NULL,
+  config_digest TEXT NOT NULL, headrace_version TEXT NOT NULL, demands TEXT NOT NULL, names_code INTEGER NOT NULL,
   request_digest TEXT NOT NULL, recipe TEXT NOT NULL) STRICT""",
     "CREATE UNIQUE INDEX runs_by_key ON runs (owner, idempotency_key)",
     """CREATE TABLE events (
@@ -126,7 +128,7 @@ class RunsTable:
         if self._lock is not None:
             self._lock.release()
 
-    def submit(self, submission: Submission, build: Build, *, run_id: RunId, now_s: float) -> RunRecord:
+    def submit(self, submission: Submission, build: Build, *, run_id: RunId, now_s: float, caller: Caller) -> RunRecord:
         """Add a run, which waits; return the existing one if the submission was made before.
 
         Raises SubmissionConflict if the key was used for another request, RunRefused if the owner has a live run of
@@ -149,12 +151,13 @@ class RunsTable:
                 config_digest=build.config_digest,
                 headrace_version=build.headrace_version,
                 demands=build.demands,
+                names_code=caller.may_name_code,
             )
             row = (*_row(record), digest, recipe.decode())
             self._database.execute(
                 f"INSERT INTO runs ({', '.join(_COLUMNS)}, request_digest, recipe) VALUES ({_marks(len(row))})", row
             )
-            self._append_event(record, "submitted", now_s)
+            self._append_event(record, f"submitted by {caller}", now_s)
         return record
 
     def _submitted(self, submission: Submission, digest: str) -> RunRecord | None:
@@ -200,7 +203,7 @@ class RunsTable:
         recipe: Recipe = orjson.loads(row[0])
         return recipe
 
-    def want(self, run_id: str, desired: DesiredState, *, now_s: float) -> RunRecord:
+    def want(self, run_id: str, desired: DesiredState, *, now_s: float, caller: Caller) -> RunRecord:
         """Record that a user wants the run to be drained, stopped or upgraded. A run that waits ends at once; for an
         ended run this changes nothing. Raises RunUnknown, and RunRefused for a drain of a run that is being stopped and
         an upgrade of one that is being drained or stopped."""
@@ -217,7 +220,7 @@ class RunsTable:
             changed = replace(record, desired=desired)
             if record.actual is ActualState.WAITING:
                 changed = replace(changed, actual=ActualState(desired), reason="", next_try_s=None)
-            return self._save(changed, f"{_VERBS[desired]} requested", now_s)
+            return self._save(changed, f"{_VERBS[desired]} requested by {caller}", now_s)
 
     def move(
         self,
@@ -253,7 +256,15 @@ class RunsTable:
             )
             return self._save(changed, reason or str(actual), now_s)
 
-    def requeue(self, run_id: str, build: Build, *, now_s: float, recipe: Recipe | None = None) -> RunRecord:
+    def requeue(
+        self,
+        run_id: str,
+        build: Build,
+        *,
+        now_s: float,
+        caller: Caller,
+        recipe: Recipe | None = None,
+    ) -> RunRecord:
         """Put an ended run at the end of the queue, with a new build and, if keys were changed, a new recipe. Raises
         RunUnknown, and RunRefused if the run is live, finished, or another live run has its name."""
         with transaction(self._database):
@@ -279,8 +290,10 @@ class RunsTable:
                 config_digest=build.config_digest,
                 headrace_version=build.headrace_version,
                 demands=build.demands,
+                # Without a change, the recipe is that of another caller.
+                names_code=caller.may_name_code or (record.names_code and recipe is None),
             )
-            return self._save(changed, "resumed", now_s)
+            return self._save(changed, f"resumed by {caller}", now_s)
 
     def renew(self, run_id: str, build: Build, *, now_s: float) -> RunRecord:
         """Let a live run whose service has ended, or that has none yet, start with another build. It keeps its place in
@@ -357,6 +370,10 @@ def _prepared(database: sqlite3.Connection, path: Path | None) -> sqlite3.Connec
                 for statement in _DDL:
                     database.execute(statement)
                 database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        elif (version, application) == (1, _APPLICATION_ID):
+            with transaction(database):
+                database.execute(_FROM_1)
                 database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         elif (version, application) != (_SCHEMA_VERSION, _APPLICATION_ID):
             raise LedgerRefused(

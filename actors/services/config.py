@@ -84,7 +84,8 @@ class ServiceConfig(Section):
     model: str = ""
     """For models: name of the model in requests."""
     key_file: Path | None = None
-    """Private file with the key that requests carry as `Authorization: Bearer KEY`, relative to the recipe."""
+    """Private file with the key that requests carry as `Authorization: Bearer KEY`, relative to the recipe; on a
+    cluster also `secret:NAME` (docs/control_api.md)."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for one request, in seconds."""
     max_concurrency: int = Field(default=64, ge=1)

@@ -191,7 +191,7 @@ def test_quotas_are_read_from_toml_and_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[default]\nrun = 2", r"default\.run: Extra inputs .* tables are \[default\]"),
+        ("[default]\nrun = 2", r"default\.run: Extra inputs .* the tables \[default\]"),
         ("[default]\nruns = -1", r"default\.runs: .*greater than or equal to 0"),
         ("[default]\nruns = '2'", r"default\.runs: .*valid integer"),
         ("[owners.'a b']\nruns = 1", "names of owners"),

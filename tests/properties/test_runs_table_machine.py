@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from headrace.actors.errors import RunRefused, SubmissionConflict
 from headrace.actors.runs.records import (
+    RAY_USER,
     TRANSITIONS,
     ActualState,
     Build,
@@ -48,7 +49,7 @@ class UsingTheTable(RuleBasedStateMachine):
         taken = any(run.is_live and (run.owner, run.name) == (owner, name) for run in self.expected.values())
         submission = Submission(name=name, owner=owner, recipe={}, idempotency_key=key)
         try:
-            record = self.table.submit(submission, BUILD, run_id=run_id, now_s=self.now_s)
+            record = self.table.submit(submission, BUILD, run_id=run_id, now_s=self.now_s, caller=RAY_USER)
         except SubmissionConflict:
             assert earlier is not None
             assert earlier[0] != name
@@ -86,7 +87,7 @@ class UsingTheTable(RuleBasedStateMachine):
             return
         self.now_s += 1
         try:
-            wanted = self.table.want(record.run_id, desired, now_s=self.now_s)
+            wanted = self.table.want(record.run_id, desired, now_s=self.now_s, caller=RAY_USER)
         except RunRefused:
             assert (record.is_live, record.desired) == (True, DesiredState.STOPPED)
         else:
@@ -103,7 +104,7 @@ class UsingTheTable(RuleBasedStateMachine):
             run.is_live and (run.owner, run.name) == (record.owner, record.name) for run in self.expected.values()
         )
         try:
-            queued = self.table.requeue(record.run_id, BUILD, now_s=self.now_s)
+            queued = self.table.requeue(record.run_id, BUILD, now_s=self.now_s, caller=RAY_USER)
         except RunRefused:
             assert taken or record.is_live or record.actual is ActualState.FINISHED
         else:

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from headrace.actors.runs.quotas import Quotas
 
-KEYS = {"alice-read": "read alice", "alice": "operate alice", "bob": "operate bob", "root": "admin root"}
+KEYS = {
+    "alice-read": "read alice",
+    "alice": "operate alice",
+    "alice-code": "code alice",
+    "bob": "operate bob",
+    "root": "admin root",
+}
 """Keys of the rig, with role and owner."""
 
 

@@ -23,19 +23,22 @@ from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
 from headrace.actors.observer.mounted import MountedPages
-from headrace.actors.run.config import apply_override, resolve
+from headrace.actors.run.changes import changed_document
+from headrace.actors.run.config import resolve, validated
 from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness
+from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized
 from headrace.actors.runs.records import ActualState, Build, Demands, DesiredState, RunId
 from headrace.actors.runs.table import RunsTable
 from headrace.policies.engine import EngineId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from headrace.actors.observer.mounted import PageAnswer, PageRequest
+    from headrace.actors.run.config import RunConfig
     from headrace.actors.runs.contract import RunsApi
-    from headrace.actors.runs.records import Recipe, RunRecord, Submission
+    from headrace.actors.runs.records import Caller, Recipe, RunRecord, Submission
     from headrace.actors.training.external_loop import ExternalTrainerLoop
     from headrace.actors.training.trainer_calls import TrainerCall
 
@@ -58,10 +61,14 @@ NODE = NodeStatus(
 )
 
 
+def config_of(recipe: Recipe, read: Callable[[dict[str, Any], Path, Path], RunConfig]) -> RunConfig:
+    document = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
+    return read(document, Path("recipe"), Path("/run"))
+
+
 def build_of(recipe: Recipe) -> Build:
     """Return what a recipe asks for. Raises ConfigError."""
-    document = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
-    config = resolve(document, Path("recipe"), Path("/run"))
+    config = config_of(recipe, resolve)
     demands = Demands(
         rollouts=config.dispatcher.slots_per_worker * config.service.workers, engines=config.engines.count
     )
@@ -83,10 +90,10 @@ class RunsWithoutServices:
         """Folders of runs that have a page."""
         self.pages = MountedPages()
 
-    async def submit(self, submission: Submission) -> RunRecord:
-        build = build_of(submission.recipe)
+    async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
+        build = self._build(submission.recipe, submission.owner, caller)
         refuse_oversized(submission.owner, build.demands, self._quotas)
-        record = self._table.submit(submission, build, run_id=RunId(uuid.uuid4().hex), now_s=time.time())
+        record = self._table.submit(submission, build, run_id=RunId(uuid.uuid4().hex), now_s=time.time(), caller=caller)
         await self._start_next()
         return self._table.get(record.run_id)
 
@@ -96,13 +103,13 @@ class RunsWithoutServices:
     async def run(self, run_id: RunId) -> RunRecord:
         return self._table.get(run_id)
 
-    async def drain(self, run_id: RunId) -> RunRecord:
-        return await self._end(run_id, DesiredState.DRAINED)
+    async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
+        return await self._end(run_id, DesiredState.DRAINED, caller)
 
-    async def stop(self, run_id: RunId) -> RunRecord:
-        return await self._end(run_id, DesiredState.STOPPED)
+    async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
+        return await self._end(run_id, DesiredState.STOPPED, caller)
 
-    async def upgrade(self, run_id: RunId) -> RunRecord:
+    async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
         # Without a service there is nothing to save.
         self._table.renew(run_id, build_of(self._table.recipe(run_id)), now_s=time.time())
         await self._start_next()
@@ -113,17 +120,16 @@ class RunsWithoutServices:
         live = tuple(record.run_id for record in self._table.runs() if record.is_live)
         return (replace(NODE, runs=live),)
 
-    async def drain_node(self, node: str, deadline_s: float) -> NodeDrained:
+    async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
         if node not in (NODE.node, NODE.address):
             raise ConfigError(f"no living node has the address or id {node!r}")
         left = {run_id: RunLeft(workers=1, ended=2) for run_id in (await self.nodes())[0].runs}
         return NodeDrained(node=NODE.node, address=NODE.address, runs=left)
 
-    async def resume(self, run_id: RunId, changes: tuple[str, ...]) -> RunRecord:
-        recipe = {table: dict(keys) for table, keys in self._table.recipe(run_id).items()}
-        for change in changes:
-            apply_override(recipe, change)
-        self._table.requeue(run_id, build_of(recipe), recipe=recipe, now_s=time.time())
+    async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
+        recipe = changed_document(self._table.recipe(run_id), changes)
+        build = self._build(recipe, self._table.get(run_id).owner, caller)
+        self._table.requeue(run_id, build, recipe=recipe, now_s=time.time(), caller=caller)
         await self._start_next()
         return self._table.get(run_id)
 
@@ -168,19 +174,19 @@ class RunsWithoutServices:
             for name, url in self._engines.get(run_id, {}).items()
         )
 
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float) -> str:
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
         engines = self._live_engines(run_id)
         known = [name for name, its_url in engines.items() if its_url == url]
         name = known[0] if known else f"added-{len(engines) + 1}"
         engines[name] = url
         return name
 
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float) -> str:
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
         if self._live_engines(run_id).pop(engine_id, None) is None:
             raise EngineUnknown(f"there is no engine {engine_id}")
         return engine_id
 
-    async def trainer(self, run_id: RunId, call: TrainerCall) -> bytes:
+    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
         self._live_engines(run_id)
         if self.learner is None:
             raise RunRefused("the run trains by itself")
@@ -230,8 +236,12 @@ class RunsWithoutServices:
             self._table.explain(run_id, reason, now_s=time.time())
         await self._tell()
 
-    async def _end(self, run_id: RunId, desired: DesiredState) -> RunRecord:
-        record = self._table.want(run_id, desired, now_s=time.time())
+    def _build(self, recipe: Recipe, owner: str, caller: Caller) -> Build:
+        Rights(owner=owner, caller=caller, quotas=self._quotas).check_recipe(config_of(recipe, validated))
+        return build_of(recipe)
+
+    async def _end(self, run_id: RunId, desired: DesiredState, caller: Caller) -> RunRecord:
+        record = self._table.want(run_id, desired, now_s=time.time(), caller=caller)
         if record.is_live:
             # Without a service there is nothing to save, so the run ends at once.
             record = self._table.move(run_id, ActualState(desired), now_s=time.time(), exit_code=4)

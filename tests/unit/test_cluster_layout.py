@@ -11,8 +11,10 @@ import pytest
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.run.changes import changed_document, journal_changes
+from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import TO_RESTORE, ClusterTerms, build_of, config_of, create_run, recovered
-from headrace.actors.runs.records import Submission
+from headrace.actors.runs.quotas import Quotas
+from headrace.actors.runs.records import RAY_USER, Submission
 from headrace.actors.runtime.nodes import Role
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "tasks": {"train_count": 8, "heldout_count": 4},
     "evaluation": {"tasks": 4},
 }
+RIGHTS = Rights(owner="me", caller=RAY_USER, quotas=Quotas())
 TERMS = ClusterTerms(state=Path("/state"), storage=Path("/storage"))
 
 
@@ -35,7 +38,7 @@ def terms_in(folder: Path) -> ClusterTerms:
 
 
 def config_in(folder: Path) -> RunConfig:
-    return config_of(RECIPE, terms_in(folder), RUN_ID, rollout_nodes=2)
+    return config_of(RECIPE, terms_in(folder), RUN_ID, RIGHTS, rollout_nodes=2)
 
 
 def submission(owner: str = "me") -> Submission:
@@ -43,43 +46,43 @@ def submission(owner: str = "me") -> Submission:
 
 
 def test_the_cluster_decides_the_folders_and_the_number_of_units() -> None:
-    config = config_of(RECIPE, TERMS, RUN_ID, rollout_nodes=3)
+    config = config_of(RECIPE, TERMS, RUN_ID, RIGHTS, rollout_nodes=3)
     assert (config.cluster.state, config.cluster.storage) == (TERMS.state, TERMS.storage)
     assert config.cluster.rollout_units == 3
     assert config.learner.checkpoint_dir == Path("/storage") / RUN_ID / "checkpoints"
-    one = config_of(RECIPE | {"cluster": {"rollout_units": 1}}, TERMS, RUN_ID, rollout_nodes=3)
+    one = config_of(RECIPE | {"cluster": {"rollout_units": 1}}, TERMS, RUN_ID, RIGHTS, rollout_nodes=3)
     assert one.cluster.rollout_units == 1
     with pytest.raises(ConfigError, match=r"cluster.state is /state on this cluster, not /elsewhere"):
-        config_of(RECIPE | {"cluster": {"state": "/elsewhere"}}, TERMS, RUN_ID, rollout_nodes=1)
+        config_of(RECIPE | {"cluster": {"state": "/elsewhere"}}, TERMS, RUN_ID, RIGHTS, rollout_nodes=1)
 
 
 def test_real_engines_are_placed_on_the_nodes_of_the_cluster(tiny_model_dir: Path) -> None:
     recipe = {"model": {"path": str(tiny_model_dir)}, "sandbox": {"provider": "simulated"}}
-    assert config_of(recipe, TERMS, RUN_ID, rollout_nodes=1).engines.placement.value == "ray"
+    assert config_of(recipe, TERMS, RUN_ID, RIGHTS, rollout_nodes=1).engines.placement.value == "ray"
 
 
 @pytest.mark.parametrize("provider", ["local", "oci", "subprocess"])
 def test_sandboxes_of_one_host_are_refused(provider: str) -> None:
     recipe = RECIPE | {"sandbox": {"provider": provider}}
     with pytest.raises(ConfigError, match=f"sandbox.provider {provider} has its sandboxes on one host"):
-        config_of(recipe, TERMS, RUN_ID, rollout_nodes=1)
+        config_of(recipe, TERMS, RUN_ID, RIGHTS, rollout_nodes=1)
 
 
 def test_the_key_of_sandbox_hosts_has_the_same_path_on_all_nodes() -> None:
     remote = {"urls": ["http://10.0.0.1:5000"], "key_file": "key"}
     recipe = RECIPE | {"sandbox": {"provider": "remote", "remote": remote}}
     with pytest.raises(ConfigError, match=r"sandbox.remote.key_file key is relative"):
-        config_of(recipe, TERMS, RUN_ID, rollout_nodes=1)
+        config_of(recipe, TERMS, RUN_ID, RIGHTS, rollout_nodes=1)
 
 
 def test_demands_count_the_rollouts_of_all_units() -> None:
-    one, three = (build_of(config_of(RECIPE, TERMS, RUN_ID, rollout_nodes=nodes)) for nodes in (1, 3))
+    one, three = (build_of(config_of(RECIPE, TERMS, RUN_ID, RIGHTS, rollout_nodes=nodes)) for nodes in (1, 3))
     assert three.demands.rollouts - one.demands.rollouts == 2 * 32
     assert one.config_digest != three.config_digest
 
 
 def test_a_local_run_reserves_nothing_and_a_unit_shares_its_bundle() -> None:
-    cluster = config_of(RECIPE, TERMS, RUN_ID, rollout_nodes=2).cluster
+    cluster = config_of(RECIPE, TERMS, RUN_ID, RIGHTS, rollout_nodes=2).cluster
     assert {unit.resources(cluster).bundle for unit in cluster.units()} == {"unit-0", "unit-1"}
     assert cluster.on(Role.CONTROL).role is Role.CONTROL
     assert cluster.on(Role.CONTROL).cpus > 0
@@ -88,7 +91,7 @@ def test_a_local_run_reserves_nothing_and_a_unit_shares_its_bundle() -> None:
 
 def test_a_run_has_two_folders_that_find_each_other(tmp_path: Path) -> None:
     directory = terms_in(tmp_path).directory(RUN_ID)
-    create_run(config_in(tmp_path), directory, submission())
+    create_run(config_in(tmp_path), directory, submission(), RIGHTS)
     found = RunDirectory.at(directory.path)
     assert found == directory
     assert found.run_id() == RunDirectory(path=found.storage).run_id()
@@ -110,7 +113,7 @@ def test_sandboxes_of_a_cluster_belong_to_the_run_and_not_to_a_path(tmp_path: Pa
 
 def test_a_lost_disk_is_recovered_by_its_owner_only_and_only_when_it_is_lost(tmp_path: Path) -> None:
     directory = terms_in(tmp_path).directory(RUN_ID)
-    create_run(config_in(tmp_path), directory, submission())
+    create_run(config_in(tmp_path), directory, submission(), RIGHTS)
     (directory.path / "ledger.db").touch()
     with pytest.raises(RunRefused, match="resume it without --from-storage"):
         recovered(directory, "me")

@@ -14,7 +14,7 @@ from headrace.actors.control import refusals
 from headrace.actors.control.bodies import MAX_BODY_BYTES, MAX_DEPTH
 from headrace.actors.errors import ActorLost, CannotBePlaced, RunsMissing
 from headrace.actors.runs.quotas import Quota, Quotas
-from headrace.actors.runs.records import ActualState, RunId
+from headrace.actors.runs.records import RAY_USER, ActualState, RunId
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
 from support.control_rig import ControlRig, malformed
@@ -40,6 +40,25 @@ async def submit(rig: ControlRig, name: str = "a", *, key: str = "alice", **reci
     )
     assert answer.status == 201, answer.body
     return RunId(answer.document["run_id"])
+
+
+@pytest.mark.parametrize(
+    ("service", "message"),
+    [
+        ({"kind": "subprocess:Popen", "settings": {"args": ["touch"]}}, "registered are retriever, model, reward"),
+        ({"url": "http://127.0.0.1:9", "key_file": "/etc/shadow", "retry": {"total_s": 5}}, "named as secret:NAME"),
+    ],
+)
+async def test_a_recipe_that_names_code_or_a_file_needs_the_role_code(
+    rig: ControlRig, service: dict[str, Any], message: str
+) -> None:
+    body = {"name": "a", "recipe": {**RECIPE, "services": {"x": service}}}
+    refused = await rig.call("POST", "/v1/runs", body, idempotency_key="k")
+    assert (refused.status, refused.code) == (403, "role_too_small")
+    assert message in refused.document["error"]["message"]
+    assert (await rig.runs.runs(None)) == ()
+    accepted = await rig.call("POST", "/v1/runs", body, key="alice-code", idempotency_key="k")
+    assert (accepted.status, accepted.document["names_code"]) == (201, True)
 
 
 async def test_a_run_is_submitted_once_per_key(rig: ControlRig) -> None:
@@ -195,7 +214,7 @@ async def test_readiness_names_what_is_not_ready(rig: ControlRig) -> None:
     not_ready = await rig.call("GET", f"/readyz?run={run}", key="alice-read")
     assert not_ready.status == 503
     assert (not_ready.document["ready"], not_ready.document["problems"]) == (False, ["no engine serves"])
-    await rig.runs.add_engine(run, "http://h:1", 1.0)
+    await rig.runs.add_engine(run, "http://h:1", 1.0, RAY_USER)
     await rig.runs.go(run, ActualState.RUNNING)
     ready = await rig.call("GET", f"/readyz?run={run}", key="alice-read")
     assert (ready.status, ready.document["ready"]) == (200, True)

@@ -22,7 +22,7 @@ from headrace.actors.errors import (
     SubmissionConflict,
 )
 from headrace.actors.runs.quotas import Quota, Quotas
-from headrace.actors.runs.records import ActualState, RunEvent
+from headrace.actors.runs.records import RAY_USER, ActualState, RunEvent
 from headrace.actors.runtime import event_stream
 from support.control_rig import ControlRig
 from support.cutting_proxy import cutting_proxy
@@ -176,7 +176,7 @@ async def test_a_cut_stream_is_resumed_without_a_loss(rig: ControlRig, url: str)
             for number in range(200):
                 await rig.runs.note(run, f"note {number}")
                 await asyncio.sleep(0)
-            await rig.runs.stop(run)
+            await rig.runs.stop(run, RAY_USER)
     assert [event.number for event in seen] == list(range(1, len(seen) + 1))
     assert seen[-1].state is ActualState.STOPPED
     assert len(seen) == 200 + 4
@@ -205,7 +205,7 @@ async def test_a_stream_stays_open_while_the_service_is_away(
 async def test_the_wire_of_events_is_that_of_browsers(rig: ControlRig, url: str) -> None:
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer alice"}) as session:
         run = await _submit(session, url)
-        await rig.runs.stop(run)
+        await rig.runs.stop(run, RAY_USER)
         events = f"{url}/v1/runs/{run}/events"
         async with session.get(events) as response:
             assert response.headers["Content-Type"].startswith("text/event-stream")

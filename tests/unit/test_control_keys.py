@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.control.client import read_key
-from headrace.actors.control.keys import Caller, KeyFile, Role, digest_of
+from headrace.actors.control.keys import KeyFile, digest_of
 from headrace.actors.errors import ConfigError
+from headrace.actors.runs.records import Caller, Role
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,18 +28,24 @@ def write(path: Path, text: str, mode: int = 0o600) -> Path:
 
 
 def test_a_key_has_its_owner_and_role(tmp_path: Path) -> None:
-    lines = ["# keys", "", *(f"{digest(f'key-{role}')} {role} team-{role}" for role in ("read", "operate", "admin"))]
+    lines = [
+        "# keys",
+        "",
+        *(f"{digest(f'key-{role}')} {role} team-{role}" for role in ("read", "operate", "code", "admin")),
+    ]
     keys = KeyFile(write(tmp_path / "keys", "\n".join(lines)))
     for role in Role:
         name = role.name.lower()
-        assert keys.caller_of(digest_of(f"key-{name}")) == Caller(owner=f"team-{name}", role=role)
+        assert keys.caller_of(digest_of(f"key-{name}")) == Caller(
+            owner=f"team-{name}", role=role, key=digest(f"key-{name}")[:12]
+        )
     assert keys.caller_of(digest_of("key-other")) is None
     assert keys.caller_of(digest_of(digest("key-read"))) is None
     assert keys.caller_of(digest_of("\udcff")) is None
 
 
 def test_only_admins_see_runs_of_others() -> None:
-    assert [Caller(owner="a", role=role).sees("b") for role in Role] == [False, False, True]
+    assert [Caller(owner="a", role=role).sees("b") for role in Role] == [False, False, False, True]
     assert all(Caller(owner="a", role=role).sees("a") for role in Role)
 
 
@@ -76,8 +83,8 @@ def test_no_key_is_accepted_while_the_file_is_refused(tmp_path: Path) -> None:
         (f"{digest('k').upper()} read a", "SHA256 ROLE OWNER"),
         (f"{digest('k')} read", "SHA256 ROLE OWNER"),
         (f"{digest('k')} read a/b", "SHA256 ROLE OWNER"),
-        (f"{digest('k')} root a", "read, operate or admin"),
-        (f"{digest('k')} READ a", "read, operate or admin"),
+        (f"{digest('k')} root a", "read, operate, code or admin"),
+        (f"{digest('k')} READ a", "read, operate, code or admin"),
         (f"{digest('k')} read a\n{digest('k')} admin b", "line 2: duplicate key"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.actors.cli import remote_nodes, remote_runs
 from headrace.actors.cli.remote_runs import Api
-from headrace.actors.errors import ApiRefused, ConfigError, RunRefused
-from headrace.actors.runs.records import ActualState, Submission
+from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused
+from headrace.actors.runs.records import RAY_USER, ActualState, Submission
 from support.control_rig import ControlRig
 from support.runs_without_services import NODE, RECIPE, serving
 
@@ -42,7 +42,7 @@ async def test_nodes_are_listed_and_drained_by_admins(
     rig: ControlRig, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submission = Submission(name="a", owner="alice", recipe=RECIPE, idempotency_key="k")
-    run_id = (await rig.runs.submit(submission)).run_id
+    run_id = (await rig.runs.submit(submission, RAY_USER)).run_id
     root, out = api(url, tmp_path, "root"), tmp_path / "out.json"
 
     def session() -> None:
@@ -52,7 +52,7 @@ async def test_nodes_are_listed_and_drained_by_admins(
             remote_nodes.leave_node(root, "self", deadline_s=5)
         with pytest.raises(ConfigError, match="no living node"):
             remote_nodes.leave_node(root, "10.9.9.9", deadline_s=5)
-        with pytest.raises(ApiRefused, match="admin is needed"):
+        with pytest.raises(RoleTooSmall, match="admin is needed"):
             remote_nodes.show_nodes(api(url, tmp_path, "alice"))
 
     await asyncio.to_thread(session)
@@ -67,7 +67,7 @@ async def test_a_live_run_is_upgraded_and_an_ended_one_is_not(
     rig: ControlRig, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submission = Submission(name="a", owner="alice", recipe=RECIPE, idempotency_key="k")
-    run_id = (await rig.runs.submit(submission)).run_id
+    run_id = (await rig.runs.submit(submission, RAY_USER)).run_id
     alice = api(url, tmp_path, "alice")
     await asyncio.to_thread(remote_runs.upgrade_run, alice, "a")
     assert f"run {run_id} (a): starting, should be running" in capsys.readouterr().err

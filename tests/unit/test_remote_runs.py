@@ -14,6 +14,7 @@ import pytest
 
 from headrace.actors.cli import remote_runs
 from headrace.actors.cli.remote_runs import Api, Event
+from headrace.actors.control.keys import digest_of
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.log_lines import Wanted
 from headrace.actors.run.config import RECIPE_PATHS, named_paths, resolve
@@ -123,7 +124,7 @@ async def test_a_followed_run_gives_its_events_and_exit_code(
     assert following.result() == code
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("UTC")[1].split(maxsplit=1) for line in lines[1:5]] == [
-        ["waiting", "submitted"],
+        ["waiting", f"submitted by key {digest_of('alice').hex()[:12]} (operate)"],
         ["starting", "starting"],
         ["running", "first step"],
         [state.value, "the end"],

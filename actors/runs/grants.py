@@ -1,0 +1,199 @@
+"""What a recipe may name, by the role of the key that submits it.
+
+Invariants:
+- Without the role `code`, a recipe names registered parts, files below listed folders, listed flags, and secrets of its
+  owner. Every other file is refused, also in a key that this module does not know.
+- A recipe is checked before anything that it names is imported, opened or looked up on a disk. The functions that its
+  tasks name are checked when their files have been read, and before one is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel
+
+from headrace.actors.agent_kinds.registry import AGENTS
+from headrace.actors.environments.registry import ENVIRONMENTS
+from headrace.actors.errors import ConfigError, RoleTooSmall
+from headrace.actors.evaluation.plugins import EVALUATORS
+from headrace.actors.loop.judge import RULES
+from headrace.actors.mix.section import KEY
+from headrace.actors.places.providers import PROVIDERS
+from headrace.actors.run.config import SECRET, named_values
+from headrace.actors.services.registry import SERVICES
+from headrace.policies.learners.objectives.registry import OBJECTIVES
+from headrace.policies.miniatures import names as miniatures
+
+if TYPE_CHECKING:
+    from headrace.actors.run.config import RunConfig
+    from headrace.actors.runs.quotas import Quota, Quotas
+    from headrace.actors.runs.records import Caller
+    from headrace.buffer.primitives.registry import Registry
+    from headrace.buffer.tasks import Task
+
+PARTS: Final[Mapping[str, Registry[Any]]] = {
+    "agent.kind": AGENTS,
+    "agent.loop.judge.rule": RULES,
+    "environment.kind": ENVIRONMENTS,
+    "sandbox.provider": PROVIDERS,
+    "learner.objective": OBJECTIVES,
+    "services.*.kind": SERVICES,
+}
+"""Keys with the name of a part, which an import path can be."""
+FOLDERS: Final = frozenset(
+    {
+        *("model.path", "tasks.train", "tasks.heldout", "tasks.sources.*.train", "tasks.sources.*.heldout"),
+        *("environment.retail.data", "environment.retail.policy", "environment.retail.tools"),
+    }
+)
+"""Keys with a file or folder that is read as data."""
+SECRETS: Final = (
+    ("services", "*", "key_file"),
+    ("engines", "key_file"),
+    ("sandbox", "remote", "key_file"),
+    ("sandbox", "e2b", "api_key_file"),
+    ("telemetry", "page_key_file"),
+)
+"""Keys with a private file."""
+FLAGS: Final = frozenset({"engines.sglang.arguments", "learner.slime.arguments"})
+"""Keys with arguments of programs that run as Ray's user."""
+URLS: Final = frozenset({"telemetry.otlp_endpoint", "sandbox.e2b.api_url", "sandbox.e2b.sandbox_url"})
+"""Keys with an address to which credentials in the environment of the nodes are sent, such as E2B_API_KEY."""
+CODE: Final = frozenset({"learner.slime.environment"})
+"""Further keys that decide what runs as Ray's user. So does every file in a key that is not named above."""
+_OF_THE_RUN: Final = frozenset(
+    {
+        *("learner.model_dir", "learner.checkpoint_dir", "learner.snapshot_dir"),
+        *("cluster.state", "cluster.storage"),
+    }
+)
+"""Files that the recipe cannot choose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rights:
+    """What a caller may let the recipes of an owner name."""
+
+    owner: str
+    caller: Caller
+    quotas: Quotas
+
+    @property
+    def _grant(self) -> Quota:
+        return self.quotas.of(self.owner)
+
+    def check_recipe(self, config: RunConfig) -> None:
+        """Check what a recipe names, by its configuration before or after its paths were made absolute. Raises
+        RoleTooSmall."""
+        if self.caller.may_name_code:
+            return
+        sources = {f"{KEY}.{name}." if name else "": own for name, own in config.by_source().items()}
+        for prefix, own in {"": config, **sources}.items():
+            for key, pattern, value in _leaves(own):
+                if value and (problem := self._problem(own, pattern, value)):
+                    raise self._too_small(f"{prefix}{key}", value, problem)
+
+    def check_tasks(self, tasks: Iterable[Task]) -> None:
+        """Check which functions the evaluators of tasks name. Raises RoleTooSmall."""
+        for task in tasks if not self.caller.may_name_code else ():
+            for spec in task.evaluator.deciding:
+                for key, name in (("plugin", spec.plugin), ("function", spec.function)):
+                    if problem := self._unregistered(EVALUATORS, name):
+                        raise self._too_small(f"task {task.id}: evaluator.{key}", name, problem)
+
+    def check_folder(self, key: str, folder: Path, *of_the_run: Path) -> None:
+        """Check that a folder that a request names is listed, or below one of the run's. Raises RoleTooSmall."""
+        if not self.caller.may_name_code and not _is_below(folder, (*of_the_run, *self._grant.folders)):
+            problem = f"is not below a folder of the run or of `folders` ({_listed(self._grant.folders)})"
+            raise self._too_small(key, folder, problem)
+
+    def with_secrets(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Replace each `secret:NAME` in a recipe's document by the owner's file; return the document. Raises
+        ConfigError."""
+        for key, table, last in named_values(document, SECRETS):
+            if not table[last].startswith(SECRET):
+                continue
+            if (file := (known := self._secrets()).get(table[last].removeprefix(SECRET))) is None:
+                raise ConfigError(
+                    f"{key} {table[last]!r}: {self.owner} has no such secret ({_listed(known)}); the operator adds it "
+                    "to the folder `secrets` of the file of quotas"
+                )
+            table[last] = str(file)
+        return document
+
+    def _secrets(self) -> dict[str, Path]:
+        """Return the owner's secrets by name; a file may be a link, as in a volume of Kubernetes."""
+        folder = None if self.quotas.secrets is None else self.quotas.secrets / self.owner
+        files = folder.iterdir() if folder is not None and folder.is_dir() else ()
+        return {file.name: file.resolve() for file in files if file.is_file()}
+
+    def _problem(self, config: RunConfig, pattern: str, value: Any) -> str:
+        """Return why a value needs the role `code`; empty if it does not."""
+        grant = self._grant
+        if pattern in PARTS:
+            return self._unregistered(PARTS[pattern], str(value))
+        if pattern in FOLDERS:
+            path = Path(value)
+            is_ours = path == Path() or (str(path).startswith(miniatures.PREFIX) and ".." not in path.parts)
+            if is_ours or _is_below(path, (miniatures.cache_folder(), *grant.folders)):
+                return ""
+            return f"is not below a folder of `folders` ({_listed(grant.folders)})"
+        if tuple(pattern.split(".")) in SECRETS:
+            is_named = str(value).startswith(SECRET) or Path(value) in self._secrets().values()
+            return "" if is_named else "is a file; a secret is named as secret:NAME"
+        if pattern in FLAGS:
+            # A value may begin with a dash if it is a number.
+            given = [word.partition("=")[0] for word in value if word.startswith("-") and not word[1:2].isdigit()]
+            if unlisted := [flag for flag in (*given, *value[:1]) if flag.partition("=")[0] not in grant.flags]:
+                return f"has {unlisted[0]}, which is not in `flags` ({_listed(grant.flags)})"
+            return ""
+        if pattern in URLS:
+            if pattern.startswith("sandbox.e2b.") and config.sandbox.e2b.api_key_file:
+                return ""
+            if any(value == url or value.startswith(f"{url.rstrip('/')}/") for url in grant.urls):
+                return ""
+            return f"would be sent credentials of the nodes, and is not in `urls` ({_listed(grant.urls)})"
+        if pattern in CODE or (isinstance(value, Path) and pattern not in _OF_THE_RUN):
+            return "decides what runs, or is read, as Ray's user"
+        return ""
+
+    def _unregistered(self, registry: Registry[Any], name: str) -> str:
+        parts = self._grant.parts
+        if ":" not in name or name in parts:
+            return ""
+        return f"is an import path and not in `parts`; registered are {_listed((*registry.names(), *parts))}"
+
+    def _too_small(self, key: str, value: object, problem: str) -> RoleTooSmall:
+        text = f"{key} {str(value)[:200]!r} {problem}"
+        return RoleTooSmall(f"{text}: the role code is needed, and this is {self.caller} of {self.caller.owner}")
+
+
+def _leaves(value: object, key: str = "", pattern: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield each key of a configuration with its value: dotted, and with `*` for the names of tables."""
+    if isinstance(value, BaseModel):
+        for name, below in value:
+            yield from _leaves(below, f"{key}.{name}" if key else name, f"{pattern}.{name}" if pattern else name)
+        return
+    tables = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, tuple) else {}
+    if tables and all(isinstance(below, BaseModel) for below in tables.values()):
+        for place, below in tables.items():
+            yield from _leaves(below, f"{key}.{place}", f"{pattern}.*")
+    else:
+        yield key, pattern, value
+
+
+def _is_below(path: Path, folders: Iterable[Path]) -> bool:
+    """Return True if a path is below one of the folders, both as written and where links lead. A path that is not below
+    one as written is not looked up."""
+    places = [(folder, folder.resolve()) for folder in folders]
+    if ".." in path.parts or not any(path.is_relative_to(name) for names in places for name in names):
+        return False
+    return any(path.resolve().is_relative_to(place) for _, place in places)
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names)) or "none"
