@@ -106,7 +106,7 @@ class HealthChecks:
         async def free(client: SGLangEngine) -> None:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
-                    if (await client.info()).paused:
+                    if await client.is_paused():
                         await client.pause(PauseMode.ABORT)
 
         async with asyncio.TaskGroup() as tasks:

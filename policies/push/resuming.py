@@ -4,7 +4,9 @@ Invariants:
 - A resume changes nothing in an engine that is not paused. So it is repeated after a 5xx reply and a lost connection,
   which an engine may give while it wakes up: a few times, after waits that grow exponentially.
 - An engine that refuses, does not answer in time or no longer listens is not asked again.
-- Nobody may send requests to an engine before it says that it is no longer paused.
+- Nobody may send requests to an engine before it says that it is no longer paused. It is asked for this alone: other
+  questions wait for the engine's next step, which after a `retract` is the prefill of all that it retracted, and gates
+  would stay closed meanwhile.
 """
 
 from __future__ import annotations
@@ -45,5 +47,5 @@ async def resume(engine: EngineControl) -> None:
 
 async def _resume_once(engine: EngineControl) -> None:
     await engine.resume()
-    if (await engine.info()).paused:
+    if await engine.is_paused():
         raise EngineUnavailable(f"{engine.engine_id}: it answered that it resumes, but it is still paused")

@@ -176,7 +176,7 @@ class SGLangEngine:
             raise
         except (EngineTimeout, EngineUnavailable):
             # An attached server may generate a token for its health check, which fails while it is paused.
-            if not await self._paused():
+            if not await self.is_paused():
                 raise
 
     async def info(self) -> EngineInfo:
@@ -195,7 +195,7 @@ class SGLangEngine:
             running=load.running,
             waiting=load.waiting,
             max_context_tokens=min(lengths),
-            paused=await self._paused(),
+            paused=await self.is_paused(),
             model_path=str(model.get("model_path") or ""),
             ranks=int(server.get("tp_size") or 1),
             update_session=dialect.update_session,
@@ -315,8 +315,9 @@ class SGLangEngine:
     async def _update(self, path: str, body: object) -> None:
         await self._transport.post(path, body, timeout_s=self._config.update_timeout_s)
 
-    async def _paused(self) -> bool:
-        """Return True if the server is paused: by its own report, or else by this client's last call."""
+    async def is_paused(self) -> bool:
+        """Return True if the server is paused: by its own report, which does not wait for a step of the engine, or else
+        by this client's last call."""
         if not (await self.dialect()).ready_route:
             return self._pause_mode is not None
         try:

@@ -123,6 +123,22 @@ async def test_f8_no_request_comes_before_the_engine_says_that_it_generates(mode
         assert refused.at_s < awake.at_s < ready.at_s < first.at_s
 
 
+async def test_f8_a_gate_opens_without_a_question_that_waits_for_a_step(models: list[Path], tmp_path: Path) -> None:
+    """An engine that has just been resumed answers these questions after the prefill of all that it retracted."""
+    async with attached(models, tmp_path) as run:
+
+        async def begin_step() -> None:
+            run.proxy.late_s = dict.fromkeys(("/server_info", "/model_info", "/v1/loads", "/health"), 3600.0)
+
+        async def end_step() -> None:
+            run.proxy.late_s = {}
+
+        run.rig.before(0, Phase.RESUME, begin_step)
+        run.rig.before(0, Phase.OPEN, end_step)
+        assert_nothing_was_lost(await run.push_during_turns(models[1], 4))
+        await run.rig.until_serving(1, "1.1")
+
+
 async def test_f8_an_engine_that_never_resumes_is_out_of_routing_until_it_does(
     models: list[Path], tmp_path: Path
 ) -> None:
