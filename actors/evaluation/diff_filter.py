@@ -39,14 +39,18 @@ _TOOLS: Final = frozenset({"pytest", "_pytest", "pluggy", "iniconfig", "xdist", 
 _MODULES: Final = (".py", ".pyc", ".so")
 _TEST_NAMES: Final = ("test_*.py", "*_test.py", "tests.py")
 _TEST_FOLDERS: Final = frozenset({"tests", "__tests__"})
-
+_GIT_NAME = re.compile(r"(\.git|git~1)[ .]*(:.*)?|\.gitattributes|\.gitmodules", re.DOTALL)
+"""Lower-case names of git's files. The first two are those that git refuses with core.protectNTFS (is_ntfs_dotgit)."""
 
 PYPROJECT: Final = "pyproject.toml"
 SETUP_CFG: Final = "setup.cfg"
 SECTIONED: Final = (PYPROJECT, SETUP_CFG)
 """Names of files that can contain both test sections and other sections."""
 
-_TOML_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?")
+_MAX_DOTS: Final = 100
+"""Maximum number of dots in a line of TOML: the time of tomllib is quadratic in the parts of a key."""
+# Only one way to match each text: with blanks in several parts the time would be cubic in the length of a line.
+_TOML_HEADER = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?")
 _INI_HEADER = re.compile(r"\[([^\[\]]+)\]")
 _INI_SECTIONS: Final = ("tool:pytest", "pytest")
 
@@ -78,9 +82,12 @@ def with_base_sections(name: str, base: str, new: str) -> str | None:
 
 def _parse_toml(text: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Parse a document into the part without test tables and the test tables. Returns None if it does not parse."""
+    if any(line.count(".") > _MAX_DOTS for line in text.split("\n")):
+        return None
     try:
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
+        # A plain ValueError for an integer of more than 4,300 digits.
         return None
     tool = document.get("tool")
     if not isinstance(tool, dict):
@@ -218,7 +225,7 @@ def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> Drop
             return DropReason.PATH
     except UnicodeEncodeError:
         return DropReason.PATH
-    if {".git", "git~1", ".gitattributes", ".gitmodules"} & set(lowered):
+    if any(map(_GIT_NAME.fullmatch, lowered)):
         return DropReason.GIT
     if lowered[-1] in _SETTINGS:
         return DropReason.SETTING

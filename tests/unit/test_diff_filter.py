@@ -13,7 +13,7 @@ from headrace.actors.evaluation.diff_filter import (
     with_base_sections,
 )
 from headrace.actors.evaluation.diff_text import apply_hunks, render_diff, replacement
-from headrace.actors.evaluation.unified_diff import FileDiff, parse_diff
+from headrace.actors.evaluation.unified_diff import DiffRefused, FileDiff, parse_diff
 
 LISTED = frozenset({"checks/word.py", "spec"})
 
@@ -52,6 +52,11 @@ def modified(path: str, before: str, after: str) -> bytes:
         (".git/config", DropReason.GIT),
         ("sub/.GIT/hooks/pre-commit", DropReason.GIT),
         ("src/.gitattributes", DropReason.GIT),
+        ("sub/git~1", DropReason.GIT),
+        (".git /x", DropReason.GIT),
+        ("sub/.GIT. ./x", DropReason.GIT),
+        (".git::$INDEX_ALLOCATION/x", DropReason.GIT),
+        (".git-blame-ignore-revs", None),
         (".gitmodules", DropReason.GIT),
         ("tests/helpers.py", DropReason.TEST),
         ("src/test_calc.py", DropReason.TEST),
@@ -204,12 +209,27 @@ CFG = "[metadata]\nname = x\n\n[tool:pytest]\naddopts = -q\n"
         ("pyproject.toml", "", "[tool.'pytest'.ini_options]\naddopts = '--co'\n", ""),
         ("pyproject.toml", "", "no toml", None),
         ("pyproject.toml", "", "a = " + "[" * 5000, None),
+        ("pyproject.toml", "", "a = 1" + "0" * 5000, None),
+        ("pyproject.toml", "", "a." * 200_000 + "b = 1", None),
     ],
 )
 def test_test_sections_are_restored_or_the_change_is_refused(
     name: str, base: str, new: str, expected: str | None
 ) -> None:
     assert with_base_sections(name, base, new) == expected
+
+
+@pytest.mark.timeout(20)
+def test_a_long_line_of_blanks_takes_no_time() -> None:
+    text = f'a = """\n[{" " * 100_000}\n"""\n'
+    base, new = "[tool.pytest.ini_options]\nb = 1\n", "[tool.pytest.ini_options]\nb = 2\n"
+    assert with_base_sections("pyproject.toml", text + base, text + new) == text + base
+
+
+def test_a_hunk_with_an_endless_line_number_is_refused() -> None:
+    diff = modified("a.txt", "a\n", "b\n").replace(b"@@ -1,1", b"@@ -1" + b"0" * 5000 + b",1")
+    with pytest.raises(DiffRefused):
+        filter_diff(diff, FilterRules(), {})
 
 
 def test_a_settings_file_with_test_sections_is_not_deleted() -> None:
