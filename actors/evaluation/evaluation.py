@@ -25,7 +25,7 @@ from headrace.actors.evaluation.checks import run_check
 from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.diff_filter import summary
 from headrace.actors.evaluation.history import task_files
-from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
+from headrace.actors.evaluation.patch import Patch, collect_patch
 from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.plugins import score_by_plugin
 from headrace.actors.evaluation.repository import grade, score_repository
@@ -35,9 +35,11 @@ from headrace.actors.evaluation.verdict import (
     CleanSandboxes,
     EvaluationRequest,
     EvaluatorFault,
+    PatchRefused,
     Verdict,
     broken,
     clean_spec,
+    collect_twice,
     failed,
     invalid,
     join_details,
@@ -161,13 +163,16 @@ async def _score(request: EvaluationRequest, sandboxes: AgentSandboxes, baseline
 
 
 async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
+    async def collect(untouched: bool) -> Patch:
+        spec = clean_spec(request.task) if untouched else spec_with_data(request)
+        async with sandboxes.clean(spec) as sandbox:
+            await sandbox.write_many(await task_files(request.task) if untouched else {})
+            return await collect_patch(request.task, sandbox)
+
     try:
-        async with sandboxes.clean(spec_with_data(request)) as sandbox:
-            patch = await collect_patch(request.task, sandbox)
+        patch = await collect_twice(collect)
     except PatchRefused as error:
         return invalid(str(error))
-    except ExecTimeout as error:
-        return broken(f"collecting the patch exceeded {error}")
     left = patch
     if request.task.evaluator.kind is EvaluatorKind.COMPARE:
         patch = patch.filtered(request.task)

@@ -19,7 +19,7 @@ import re
 import secrets
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import unified_diff
 from typing import TYPE_CHECKING, Final
 
@@ -33,10 +33,12 @@ from headrace.actors.evaluation.diff_filter import (
     summary,
 )
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
+from headrace.actors.evaluation.verdict import PatchRefused, ProgramFailed
 from headrace.actors.in_sandbox import program_command, run_program
 from headrace.actors.in_sandbox.apply import AGENT_REFUSED
 from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_COLLECT
+from headrace.buffer.sanitizer import clean_text
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
@@ -52,10 +54,6 @@ _REFUSALS = {
     3: f"more than {MAX_FILES} text files, {MAX_FOLDERS} folders and binary files, or {MAX_BYTES} bytes of text",
     5: "a path is too long",
 }
-
-
-class PatchRefused(Exception):
-    """The agent's files do not form a valid patch: they exceed a cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ class Patch:
 
 async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
     """Read the patch from a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
-    SandboxError."""
+    ProgramFailed, SandboxError."""
     argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
     with in_part(EVALUATE_COLLECT):
         result = await run_program(
@@ -111,13 +109,18 @@ async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
     if result.exit_code in _REFUSALS:
         raise PatchRefused(_REFUSALS[result.exit_code])
     if result.exit_code != 0 or result.truncated:
-        raise SandboxError(f"collecting the patch failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
+        code = result.exit_code
+        raise ProgramFailed(f"collecting the patch failed with exit code {code}: {result.stderr[-200:]!r}")
     texts, binary = json.loads(result.stdout)
     before = files_below(task.files, task.evaluator.data_paths)
     patch = difference({path: text for path, text in before.items() if path not in binary}, texts)
     own = {path: file.size for path, file in task.binary_files.items()}
-    dropped = (Dropped(path=path, reason=DropReason.BINARY) for path in sorted(binary) if binary[path] != own.get(path))
-    return replace(patch, dropped=tuple(dropped))
+    dropped = [Dropped(path=path, reason=DropReason.BINARY) for path in sorted(binary) if binary[path] != own.get(path)]
+    # Not every provider can write to a path that is not UTF-8.
+    odd = {path for path in patch.changes if clean_text(path) != path}
+    dropped += [Dropped(path=path, reason=DropReason.PATH) for path in sorted(odd)]
+    kept = {path: text for path, text in patch.changes.items() if path not in odd}
+    return Patch(changes=kept, dropped=tuple(dropped))
 
 
 def file_diff(path: str, before: str | None, after: str | None) -> str:

@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.diff_filter import Dropped, DropReason
 from headrace.actors.evaluation.history import lay_out
-from headrace.actors.evaluation.unified_diff import DiffRefused
-from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, clean_spec
+from headrace.actors.evaluation.verdict import (
+    CleanSandboxes,
+    EvaluationRequest,
+    PatchRefused,
+    ProgramFailed,
+    clean_spec,
+    collect_twice,
+)
 from headrace.actors.in_sandbox import program_command
 from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_COLLECT
 from headrace.sandboxes.base import FrozenMount
-from headrace.sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.buffer.repositories import RepositorySpec
+    from headrace.buffer.tasks import Task
 
 MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES = 500_000, 1000, 1 << 20
 MAX_DIFF_BYTES: Final = 32 << 20
@@ -41,25 +47,36 @@ class LeftDiff:
 
 
 async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, sandboxes: CleanSandboxes) -> LeftDiff:
-    """Collect the diff. Raises DiffRefused, SandboxError (FrozenPathRefused if the agent removed the repository)."""
+    """Collect the diff. Raises PatchRefused, SandboxError (FrozenPathRefused if the agent removed the repository)."""
     mount = FrozenMount(source=request.sandbox.id, path=repository.workdir, target=_LEFT)
+    return await collect_twice(
+        lambda untouched: _collect(request.task, repository, sandboxes, () if untouched else (mount,))
+    )
+
+
+async def _collect(
+    task: Task, repository: RepositorySpec, sandboxes: CleanSandboxes, mounts: tuple[FrozenMount, ...]
+) -> LeftDiff:
+    """Compare the mounted tree, or without one the pristine tree itself, with the pristine tree. Raises PatchRefused,
+    ProgramFailed, SandboxError."""
     caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
-    argument = json.dumps({"base": repository.workdir, "left": _LEFT, "caps": caps})
-    async with sandboxes.clean(clean_spec(request.task, (mount,))) as sandbox:
+    argument = json.dumps({"base": repository.workdir, "left": _LEFT if mounts else repository.workdir, "caps": caps})
+    async with sandboxes.clean(clean_spec(task, mounts)) as sandbox:
         with in_part(EVALUATE_COLLECT):
-            await lay_out(request.task, sandbox)
+            await lay_out(task, sandbox)
             result = await sandbox.exec(
                 program_command(repository.python, "collect", argument),
                 cwd="/",
-                timeout_s=request.task.evaluator.timeout_s,
+                timeout_s=task.evaluator.timeout_s,
                 max_output_bytes=MAX_DIFF_BYTES,
             )
     if result.exit_code in _REFUSALS:
-        raise DiffRefused(_REFUSALS[result.exit_code])
+        raise PatchRefused(_REFUSALS[result.exit_code])
     if result.truncated:
-        raise DiffRefused(f"the diff is larger than {MAX_DIFF_BYTES} bytes")
+        raise PatchRefused(f"the diff is larger than {MAX_DIFF_BYTES} bytes")
     if result.exit_code != 0:
-        raise SandboxError(f"collecting the diff failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
+        code = result.exit_code
+        raise ProgramFailed(f"collecting the diff failed with exit code {code}: {result.stderr[-200:]!r}")
     try:
         header, _, diff = result.stdout.partition(b"\n")
         found = json.loads(header)
@@ -69,4 +86,4 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, s
             notes=tuple(Dropped(path=path, reason=DropReason(reason)) for path, reason in found["notes"]),
         )
     except ValueError as error:
-        raise SandboxError(f"collecting the diff: {repository.python} printed {result.stdout[:200]!r}") from error
+        raise ProgramFailed(f"collecting the diff: {repository.python} printed {result.stdout[:200]!r}") from error

@@ -34,6 +34,7 @@ from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.verdict import (
     CleanSandboxes,
     EvaluationRequest,
+    PatchRefused,
     Verdict,
     broken,
     clean_spec,
@@ -74,10 +75,8 @@ async def score_repository(request: EvaluationRequest, sandboxes: CleanSandboxes
     repository = _repository_of(request.task)
     try:
         left = await collect_diff(request, repository, sandboxes)
-    except DiffRefused as error:
+    except PatchRefused as error:
         return invalid(str(error))
-    except ExecTimeout as error:
-        return broken(f"collecting the diff exceeded {error}")
     verdict = await grade(request.task, left, sandboxes, baselines)
     return replace(verdict, patch=left.diff.decode(errors="replace")) if request.keep else verdict
 
@@ -252,7 +251,13 @@ async def _run(
                 code = result.exit_code
                 raise RunBroken(f"before_repo_set_cmd failed with exit code {code}: {result.stderr[-200:]!r}")
             tests |= set(result.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1])
-        filtered = filter_diff(left.diff, FilterRules(test_files=tests), left.base)
+        try:
+            filtered = filter_diff(left.diff, FilterRules(test_files=tests), left.base)
+        except DiffRefused:
+            raise
+        except Exception as error:
+            # Only a patch can break the filter, and must not escape a verdict by that.
+            raise RunBroken(f"the patch could not be filtered: {error!r}") from error
         with in_part(EVALUATE_APPLY):
             refused = await _apply(sandbox, repository, filtered.diff, timeout_s)
         if refused is not None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.types import SOLVED_REWARD, Cause, check_reward
 from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.errors import ExecTimeout, SandboxError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
 
     from headrace.actors.chat import ChatCall
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
+Collected = TypeVar("Collected")
 MAX_DETAIL_CHARACTERS: Final = 500
 MAX_LOG_CHARACTERS: Final = 1 << 18
 NO_SANDBOX: Final = SandboxRef(provider="none", id=SandboxId(""), endpoint="", secret="")
@@ -92,6 +96,31 @@ class EvaluationRequest:
 
 class EvaluatorFault(Exception):
     """The evaluator returned an invalid verdict, which is never the agent's fault."""
+
+
+class ProgramFailed(SandboxError):
+    """A program of ours has failed on what the agent left."""
+
+
+class PatchRefused(Exception):
+    """The agent's files do not form a valid patch: they exceed a cap, or only they break the program that collects
+    it."""
+
+
+async def collect_twice(collect: Callable[[bool], Awaitable[Collected]]) -> Collected:
+    """Return the result of `collect(False)`, for the agent's files. If it fails, `collect(True)` runs the same program
+    on the untouched files: only a program that works there and fails again on the agent's files was broken by them.
+    Raises PatchRefused, ProgramFailed (also for the untouched files), SandboxError."""
+    with suppress(ProgramFailed, ExecTimeout):
+        return await collect(False)
+    try:
+        await collect(True)
+    except ExecTimeout as error:
+        raise ProgramFailed(f"collecting the untouched files exceeded {error}") from error
+    try:
+        return await collect(False)
+    except (ProgramFailed, ExecTimeout) as error:
+        raise PatchRefused(f"only the agent's files break the collection of the patch: {error}") from error
 
 
 class CleanSandboxes(Protocol):

@@ -11,12 +11,14 @@ Standard output: one line of JSON ({"notes": [[path, reason]], "settings": {path
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+import zlib
 from typing import TYPE_CHECKING
 
 TOO_MUCH, TOO_LONG = 3, 5
@@ -29,6 +31,7 @@ CLEAN = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_DEFAULT_HASH": "sha1",
     "LC_ALL": "C",
 }
 
@@ -85,13 +88,16 @@ def changed(base: bytes, left: bytes, before: dict[bytes, Entry], after: dict[by
     return paths
 
 
-def ignored(base: bytes, paths: list[bytes]) -> list[bytes]:
-    """Return the paths that the pristine repository ignores."""
+def ignored(base: bytes, before: dict[bytes, Entry], paths: list[bytes]) -> list[bytes]:
+    """Return the new paths that the pristine repository ignores."""
+    # Git stops at the first path below one of its links, and takes a name that starts with a colon for a pattern.
+    links = tuple(path + b"/" for path, (mode, _) in before.items() if stat.S_ISLNK(mode))
+    paths = [b"./" + path for path in paths if path not in before and not path.startswith(links)]
     if not paths or not os.path.exists(os.path.join(base, b".git")):
         return []
     command = [*GIT, "-c", "safe.directory=*", "check-ignore", "-z", "--stdin", "--no-index"]
     answer = subprocess.run(command, cwd=base, input=b"\0".join(paths) + b"\0", stdout=subprocess.PIPE, env=CLEAN)
-    return answer.stdout.split(b"\0")
+    return [path[2:] for path in answer.stdout.split(b"\0")]
 
 
 def drop_reason(path: bytes, entries: list[Entry], max_bytes: int) -> str:
@@ -100,35 +106,48 @@ def drop_reason(path: bytes, entries: list[Entry], max_bytes: int) -> str:
         return "symbolic link"
     if not all(stat.S_ISREG(mode) for mode, _ in entries):
         return "no regular file"
-    if b"\n" in path:
-        return "unsafe path"
     return "over the size cap" if any(size > max_bytes for _, size in entries) else ""
 
 
-def git(folder: str, *arguments: str, data: bytes = b"", index: str = "") -> bytes:
-    environment = dict(CLEAN, GIT_DIR=folder, **({"GIT_INDEX_FILE": index} if index else {}))
-    command = [*GIT, *arguments]
-    return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True, cwd="/", env=environment).stdout
+def store(folder: str, kind: bytes, content: bytes) -> bytes:
+    """Write a loose object to a repository, and return its name as 20 bytes."""
+    data = b"%s %d\0%s" % (kind, len(content), content)
+    digest = hashlib.sha1(data)
+    name = digest.hexdigest()
+    path = os.path.join(folder, "objects", name[:2], name[2:])
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(zlib.compress(data, 1))
+    return digest.digest()
 
 
-def tree(folder: str, top: bytes, entries: dict[bytes, Entry], paths: list[bytes], name: str) -> str:
-    """Write a git tree of those `paths` that exist, and return its object name."""
-    present = [path for path in paths if path in entries]
-    listing = b"".join(os.path.join(top, path) + b"\n" for path in present)
-    blobs = git(folder, "hash-object", "-w", "--no-filters", "--stdin-paths", data=listing).split()
-    rows = [
-        b"%s %s\t%s\0" % (b"100755" if entries[path][0] & stat.S_IXUSR else b"100644", blob, path)
-        for path, blob in zip(present, blobs)
-    ]
-    index = os.path.join(folder, name)
-    git(folder, "update-index", "-z", "--index-info", data=b"".join(rows), index=index)
-    return git(folder, "write-tree", index=index).decode().strip()
+def tree(folder: str, top: bytes, entries: dict[bytes, Entry], paths: list[bytes]) -> str:
+    """Write a tree of those `paths` that exist, and return its object name."""
+    # Written here and not by `git update-index`, which refuses names such as `.GIT` and `git~1`.
+    rows: dict[bytes, dict[bytes, bytes]] = {b"": {}}
+    for path in (path for path in paths if path in entries):
+        with open(os.path.join(top, path), "rb") as file:
+            blob = store(folder, b"blob", file.read())
+        mode = b"100755" if entries[path][0] & stat.S_IXUSR else b"100644"
+        parent, _, name = path.rpartition(b"/")
+        rows.setdefault(parent, {})[name] = b"%s %s\0%s" % (mode, name, blob)
+        while parent:
+            parent = parent.rpartition(b"/")[0]
+            rows.setdefault(parent, {})
+    for path in sorted(rows, key=len, reverse=True):
+        # Git sorts a folder as if its name ended with a slash.
+        content = b"".join(row for _, row in sorted(rows[path].items()))
+        named = store(folder, b"tree", content)
+        if path:
+            parent, _, name = path.rpartition(b"/")
+            rows[parent][name + b"/"] = b"40000 %s\0%s" % (name, named)
+    return named.hex()
 
 
 def main(base: bytes, left: bytes, max_entries: int, max_files: int, max_bytes: int) -> None:
     before, after = walk(base, max_entries), walk(left, max_entries)
     paths = changed(base, left, before, after)
-    hidden = set(ignored(base, [path for path in paths if path not in before]))
+    hidden = set(ignored(base, before, paths))
     notes: list[list[str]] = []
     kept: list[bytes] = []
     for path in (path for path in paths if path not in hidden):
@@ -138,10 +157,12 @@ def main(base: bytes, left: bytes, max_entries: int, max_files: int, max_bytes: 
         else:
             kept.append(path)
     with tempfile.TemporaryDirectory() as folder:
-        git(folder, "init", "-q", "--bare", "--template=", folder)
-        trees = [tree(folder, base, before, kept, "before"), tree(folder, left, after, kept, "after")]
+        environment = dict(CLEAN, GIT_DIR=folder)
+        subprocess.run([*GIT, "init", "-q", "--bare", "--template=", folder], check=True, env=environment)
+        trees = [tree(folder, base, before, kept), tree(folder, left, after, kept)]
         options = ["-r", "-p", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
-        diff = git(folder, "diff-tree", *options, "--src-prefix=a/", "--dst-prefix=b/", *trees)
+        command = [*GIT, "diff-tree", *options, "--src-prefix=a/", "--dst-prefix=b/", *trees]
+        diff = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd="/", env=environment).stdout
     settings = {}
     for path in kept:
         if path.rsplit(b"/", 1)[-1] in SETTINGS and path in before:

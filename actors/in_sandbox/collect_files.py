@@ -13,7 +13,8 @@ import stat
 import sys
 
 TOO_MUCH, TOO_LONG = 3, 5
-paths, max_files, max_folders, max_bytes = json.loads(sys.argv[1])
+given, max_files, max_folders, max_bytes = json.loads(sys.argv[1])
+paths = [path for path in given if os.path.lexists(path)]
 found: dict[str, str] = {}
 binary: dict[str, int] = {}
 folders = size = 0

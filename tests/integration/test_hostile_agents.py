@@ -153,6 +153,28 @@ async def test_the_agents_files_do_not_block_hidden_files(provider: LocalProvide
     assert (await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {obstacle}")).reward == 1.0
 
 
+async def test_a_name_that_is_not_utf8_is_dropped_from_a_patch(provider: LocalProvider) -> None:
+    task = task_with(EvaluatorKind.PATCH, IMPORTING)
+    odd = "echo x > $'caf\\xe9'"
+    assert (await verdict_on(provider, task, odd)).reward == 0.0
+    verdict = await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {odd}")
+    assert (verdict.reward, "(unsafe path)" in verdict.detail) == (1.0, True), verdict
+
+
+async def test_only_the_agents_files_break_the_collection_of_a_patch(provider: LocalProvider) -> None:
+    """More names than the program may print: each takes six characters for one of the file's."""
+    names = """python3 -c "
+import os
+for n in range(100):
+    folder = '/workspace/' + '/'.join(chr(1 + n % 9) * 200 + str(n) + str(m) for m in range(9))
+    os.makedirs(folder)
+    for m in range(9):
+        open(f'{folder}/{m}' + chr(1) * 200, 'wb').write(bytes([255]))
+" """
+    verdict = await verdict_on(provider, task_with(EvaluatorKind.PATCH, IMPORTING), names)
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
+
+
 async def test_a_patch_reads_files_as_data_and_leaves_other_paths_alone(provider: LocalProvider) -> None:
     check = f"assert open('/home/agent/kept.txt').read() == 'kept\\n'; {IMPORTING}"
     task = task_with(EvaluatorKind.PATCH, check, data_paths=("/workspace/answer.py",))

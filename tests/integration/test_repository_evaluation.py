@@ -193,6 +193,50 @@ printf 'x\\0y' > data.bin; truncate -s 30M large.txt; ln -s /etc/passwd link; ln
 mkdir -p __pycache__ 'a b'; echo x > __pycache__/c.pyc; echo 'value = 1' > 'a b/ü.py'; chmod +x pyproject.toml
 git commit -qam x 2> /dev/null; git update-index --assume-unchanged calc.py 2> /dev/null
 """
+ODD = r"""
+touch $'x\r' $'\r' $'t\t' $'n\n.py'; mkdir -p $'build\r'; echo x > $'build\r/a.txt'; echo x > '"q.py'
+echo x > $'caf\xe9.py'; echo x > 'back\slash'; echo x > ' ends '; echo x > "$(printf 'n%.0s' {1..255})"
+"""
+GIT_NAMES = """
+for name in .GIT '.git ' .git. '.git::$INDEX_ALLOCATION' git~1; do mkdir "$name"; echo x > "$name/x.py"; done
+"""
+DEEP = "python3 -c \"import os\nfor _ in range(1950): os.mkdir('d'); os.chdir('d')\nopen('f', 'w').write('x')\""
+UNUSUAL = {
+    "control characters": (ODD, ("x\\r (unsafe path)", "build\\r/a.txt (unsafe path)", "n\\n.py (unsafe path)")),
+    "names of git": (GIT_NAMES, (".GIT/x.py (belongs to git)", ".git /x.py (belongs to git)")),
+    "a pattern of git": ("echo x > ':!a'; truncate -s 2M y.log", ()),
+    "deep folders": (DEEP, ("d/d/d/d",)),
+}
+
+
+@pytest.mark.parametrize(("left", "recorded"), UNUSUAL.values(), ids=UNUSUAL)
+async def test_unusual_names_neither_spoil_a_solution_nor_excuse_a_failure(
+    provider: LocalProvider, left: str, recorded: tuple[str, ...]
+) -> None:
+    task = repository_task(replace(SPEC, prepare=(f"echo '*.log' > .gitignore; {COMMIT}",)))
+    for command, reward in ((left, 0.0), (f"{SOLVE}\n{left}", 1.0)):
+        verdict = await verdict_on(provider, task, command)
+        assert verdict.reward == reward, verdict
+        assert not [record for record in recorded if record not in verdict.detail], verdict
+        assert "y.log" not in verdict.detail
+
+
+BREAKS_ON = """#!/bin/sh
+test -e {folder}/poison && exit 9
+exec /usr/bin/python3 "$@"
+"""
+
+
+async def test_only_the_agents_files_break_the_collection_of_the_patch(provider: LocalProvider) -> None:
+    for folder, reward in (("/tmp/left-by-the-agent", 0.0), ("/opt", None)):
+        wrapper = shlex.quote(BREAKS_ON.format(folder=folder))
+        prepare = (f"printf '%s' {wrapper} > /opt/python; chmod +x /opt/python; touch /opt/poison", COMMIT)
+        task = repository_task(replace(SPEC, python="/opt/python", prepare=prepare))
+        verdict = await verdict_on(provider, task, f"{SOLVE}; touch poison")
+        assert verdict.reward == reward, verdict
+        assert "collecting the diff failed with exit code 9" in verdict.detail
+
+
 RECORDED = (
     "data.bin (binary)", "large.txt (over the size cap)", "link (symbolic link)", "inner (symbolic link)",
     ".gitattributes (belongs to git)",
