@@ -29,6 +29,7 @@ from headrace.actors.evaluation.verdict import (
     CleanSandboxes,
     EvaluationRequest,
     EvaluatorFault,
+    ProgramFailed,
     Verdict,
     broken,
     clean_spec,
@@ -41,7 +42,7 @@ from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_APPLY
 from headrace.buffer.types import Cause
 from headrace.buffer.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
-from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
+from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
 
 if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
@@ -130,7 +131,10 @@ async def score_verifier(request: EvaluationRequest, sandboxes: AgentSandboxes) 
     task = request.task
     if _spec_of(task).live:
         async with sandboxes.live(request.sandbox) as sandbox:
-            await end_agent(sandbox)
+            try:
+                await end_agent(sandbox)
+            except (ProgramFailed, ExecTimeout) as error:
+                return broken(f"the agent's processes could not be ended: {error}")
             return await _verify(task, sandbox, await _agent_ids(request, sandbox))
     async with sandboxes.clean(spec_with_data(request)) as sandbox:
         return await _verify(task, sandbox)
@@ -144,11 +148,11 @@ async def score_untouched(task: Task, sandboxes: CleanSandboxes) -> Verdict:
 
 
 async def end_agent(sandbox: Sandbox) -> None:
-    """Kill all processes in a sandbox except its first. Raises SandboxError, also if one is left."""
+    """Kill all processes in a sandbox except its first. Raises ProgramFailed if one is left, SandboxError."""
     result = await sandbox.exec(_END_ALL, env=_SYSTEM_PATH, cwd="/", timeout_s=_STEP_TIMEOUT_S)
     if result.exit_code != 0:
         left = (result.stdout + result.stderr)[-200:].decode(errors="replace").strip()
-        raise SandboxError(f"the agent's processes could not be ended (exit code {result.exit_code}): {left}")
+        raise ProgramFailed(f"exit code {result.exit_code}, {left}")
 
 
 def parse_reward(name: str, data: bytes) -> tuple[float, dict[str, float]]:

@@ -6,8 +6,8 @@ sandbox.
 Invariants:
 - Only folders, regular files and symbolic links are copied, owned by root, without write and setuid permissions, and
   nothing is read or written outside the two paths.
-- A path that leads through a symbolic link, or holds more than `max_bytes`, is refused, because only the agent can have
-  caused it.
+- A path that leads through a symbolic link, holds more than `max_bytes` or cannot be unpacked is refused, because only
+  the agent can have caused it.
 - Nothing that the frozen sandbox prints is trusted; the archive is read with Python's tarfile, and nothing is unpacked
   on this host.
 """
@@ -23,7 +23,7 @@ import shlex
 import tarfile
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxFileError, SpecRefused
+from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SpecRefused
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import FrozenMount, Sandbox
@@ -94,7 +94,8 @@ async def copy_frozen(source: Sandbox, target: Sandbox, mount: FrozenMount, *, m
     )
     unpacked = await target.exec(unpack, user="root", cwd="/", timeout_s=COPY_TIMEOUT_S)
     if unpacked.exit_code != 0:
-        raise SandboxFileError(f"frozen data cannot be unpacked: {unpacked.stderr.decode(errors='replace')[:500]}")
+        reason = unpacked.stderr.decode(errors="replace")[:500]
+        raise FrozenPathRefused(f"frozen path {mount.path!r}: cannot be unpacked: {reason}")
 
 
 def filtered(encoded: bytes, folder: str, *, max_bytes: int, truncated: bool = False) -> bytes:
