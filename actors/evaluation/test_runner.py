@@ -33,7 +33,7 @@ _MAIN: Final = """\
 import os, sys
 import pytest, {plugin}
 sys.path[0] = os.getcwd()
-sys.exit(pytest.main({arguments!r}))
+sys.exit(pytest.main({arguments!r}, plugins=[{plugin}]))
 """
 """Imports pytest before the repository is on the path; `python -m pytest` would put the repository first."""
 
@@ -118,7 +118,7 @@ def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict
     match grader:
         case TestIds():
             paths = list(dict.fromkeys(test_id.split("::")[0] for test_id in required_ids(grader)))
-            arguments = ["-p", tools.plugin, "-p", "no:cacheprovider", "-q", *paths]
+            arguments = ["-p", "no:cacheprovider", "-q", *paths]
             text = _MAIN.format(plugin=tools.plugin, arguments=arguments)
             return [repository.python, f"{tools.folder}/main.py"], {"main.py": text}
         case Script():

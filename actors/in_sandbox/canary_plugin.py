@@ -85,7 +85,7 @@ def unwrapped(raised: Any) -> Any:
 
 def test_ids_in_source(collector: Any) -> Iterator[str]:
     """Yield the ids of the test functions in the source of a module that could not be imported."""
-    with open(str(collector.fspath), "rb") as file:
+    with open(str(getattr(collector, "path", None) or collector.fspath), "rb") as file:
         tree = ast.parse(file.read())
     for node in tree.body:
         if isinstance(node, FUNCTIONS):
@@ -300,8 +300,10 @@ class Reporter:
             except (OSError, SyntaxError, ValueError):
                 pass
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: Any, exitstatus: Any) -> None:
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: Any, exitstatus: Any) -> Any:
+        # Another plugin may raise here, as pytest's cache does where warnings are errors and it cannot write.
+        yield
         if int(exitstatus) == 1 and session.testsfailed <= self.failed_canaries:
             session.exitstatus = 0
         self.say(event="end")
