@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from headrace.actors.runtime.nodes import Process
 
 INCARNATION: Final = "incarnation"
-"""File in the state folder with the number of the incarnation that acted there last."""
+"""File in the state folder with the number of the incarnation that acted there last, and the token of a creation that
+has begun."""
 KNOW_S: Final = 5.0
 SWEEP_S: Final = 60.0
 """Time limit for the removal of what an ended run left; the sweep of `runs` repeats it."""
@@ -169,10 +170,7 @@ class RunDriver:
         """Run as the newest incarnation of the run; end what it started, and then the incarnation. Raises RunFenced,
         StorageLost, and the error that ended the run."""
         held = self._directory.path / INCARNATION
-        # The number that this folder had last: if another folder had the run since, it must not come back here.
-        after = int(held.read_text()) if held.exists() else None
-        incarnation = await Incarnation.take(self._directory.storage, after=after, sole_on_host=True)
-        replace_file(held, str(incarnation.number).encode())
+        incarnation = await Incarnation.take(self._directory.storage, held=held, sole_on_host=True)
         async with asyncio.TaskGroup() as tasks:
             holding = tasks.create_task(incarnation.hold())
             knowing = tasks.create_task(self._know_own())

@@ -1,25 +1,33 @@
 """Incarnations of a run: the fence that lets only the newest one act.
 
 Invariants:
-- `<storage>/incarnations/NNNNNN.json` is created exclusively; the highest number is the run's incarnation. Only its
-  holder rewrites it.
+- `<storage>/incarnations/NNNNNN.json` is created exclusively and with its content; the highest number is the run's
+  incarnation. Only its holder rewrites it.
+- A number whose file cannot be read has a creator that has not finished (storage without hard links) or that died, or
+  whose disk was full (older versions). No renewal counts while there is one above the holder's: it ends, and may be
+  started again. A file that a creator has seen unreadable for `takeover_s` of its own clock fences nothing.
 - A holder ends when it reads a higher number, or when it has not renewed its file for `end_after_s`. Time is that of a
   clock that runs on while the process or its machine is stopped. A renewal counts from its start.
 - A new holder writes its file and waits `takeover_s`, which is longer than the old holder can go on: it then has ended
   or knows of its successor. The first incarnation need not wait, nor one on the same host since the same boot after its
   predecessor ended in order.
+- The state folder's file `incarnation` holds the number that acted there last, and the token of a creation that has
+  begun. If storage has a newer number with another token, the run has moved to another folder.
 - Storage is touched only in daemon threads, one at a time: a file system that hangs is the same as one that is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import socket
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
@@ -28,15 +36,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.errors import RunFenced, StorageLost
 from headrace.buffer.primitives.daemon_thread import start_in_thread
-from headrace.buffer.primitives.durable_files import fsync, replace_file
+from headrace.buffer.primitives.durable_files import create_file, fsync, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FOLDER: Final = "incarnations"
 FILES_KEPT: Final = 5
-_NAME: Final = re.compile(r"(\d{6,})\.json")
+_NAME: Final = re.compile(r"(\d{6,})\.json(\.(\w+\.)?partial)?")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+logger = logging.getLogger(__name__)
 
 
 class FenceConfig(BaseModel):
@@ -69,7 +79,8 @@ class FenceConfig(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncarnationRecord:
     """Contents of an incarnation's file. `boot` is the boot id of the host; `started_s` and `renewed_s` are Unix times
-    of the holder's clock, for people only. `ended` is true after an orderly end."""
+    of the holder's clock, for people only. `ended` is true after an orderly end. `token` identifies its creation. The
+    record of a file that cannot be read has no process."""
 
     number: int
     host: str
@@ -78,6 +89,11 @@ class IncarnationRecord:
     started_s: float
     renewed_s: float
     ended: bool = False
+    token: str = ""
+
+    @property
+    def is_readable(self) -> bool:
+        return self.process_id != 0
 
 
 class Fence:
@@ -93,7 +109,10 @@ class Fence:
 
     def renewed(self, began_s: float, newest: IncarnationRecord) -> None:
         """Note a renewal that began at `began_s` and then read the newest incarnation. Raises RunFenced."""
-        if newest.number > self.number:
+        if newest.number > self.number and not newest.is_readable:
+            # Not renewed: its creator may act soon, or is dead, and then this run must not end for good.
+            self.failure = f"the file of incarnation {newest.number} cannot be read"
+        elif newest.number > self.number:
             self._newer = newest
         else:
             self._renewed_s, self.failure = max(self._renewed_s, began_s), ""
@@ -144,33 +163,44 @@ class Incarnation:
         storage: Path,
         config: FenceConfig | None = None,
         *,
-        after: int | None = None,
+        held: Path | None = None,
         sole_on_host: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> Self:
-        """Write the file of a new incarnation, which must still be acquired. `after` is the number that the caller held
-        before: if there is a newer one, the run has moved. With `sole_on_host` the caller knows, by a lock of the
-        kernel, that no other holder of this host is alive. Raises RunFenced, StorageLost."""
+        """Write the file of a new incarnation, which must still be acquired. The file `held` says what the caller's
+        state folder held before: if there is a newer one, the run has moved. With `sole_on_host` the caller knows, by a
+        lock of the kernel, that no other holder of this host is alive. Raises RunFenced, StorageLost, and OSError for
+        `held`."""
         config, clock = config or FenceConfig(), clock or running_time
-        folder, began_s = storage / FOLDER, clock()
-
-        def create() -> tuple[IncarnationRecord, IncarnationRecord | None]:
-            if after is not None:
-                refuse_fenced(storage, after)
-            return _create(folder, storage)
-
-        writing = start_in_thread(create, name="incarnation")
-        try:
-            async with asyncio.timeout(config.end_after_s):
-                record, previous = await writing
-        except (OSError, TimeoutError) as error:
-            reason = str(error) or f"no answer within {config.end_after_s:g} s"
-            raise StorageLost(
-                f"{folder} cannot be written ({reason}): check the storage, then start the run again"
-            ) from error
+        folder, unreadable, since_s, void = storage / FOLDER, 0, 0.0, 0
+        after, token = await asyncio.to_thread(_begin, held)
+        while True:
+            began_s = clock()
+            creating = start_in_thread(partial(_create, storage, token, after=after, void=void), name="incarnation")
+            try:
+                async with asyncio.timeout(config.end_after_s):
+                    record, previous = await creating
+            except (OSError, TimeoutError) as error:
+                reason = str(error) or f"no answer within {config.end_after_s:g} s"
+                raise StorageLost(
+                    f"{folder} cannot be written ({reason}): check the storage, then start the run again"
+                ) from error
+            if record is not None:
+                break
+            assert previous is not None
+            if previous.number != unreadable:
+                unreadable, since_s = previous.number, clock()
+                logger.warning(
+                    "%s cannot be read: its creator is given %g s", _path(folder, unreadable), config.takeover_s
+                )
+            elif clock() - since_s >= config.takeover_s:
+                void = unreadable
+            await asyncio.sleep(config.renew_s)
+        if held is not None:
+            replace_file(held, str(record.number).encode())
         here = previous is not None and (previous.host, previous.boot) == (record.host, record.boot)
         clean = here and (sole_on_host or (previous is not None and previous.ended))
-        waits = previous is not None and not clean
+        waits = void > 0 or (previous is not None and not clean)
         return cls(folder, record, Fence(config, record.number, began_s), config, waits=waits, clock=clock)
 
     @property
@@ -184,6 +214,8 @@ class Incarnation:
 
     async def acquire(self) -> None:
         """Return when every earlier incarnation has ended. Raises RunFenced, StorageLost."""
+        # Also without a wait: a creator that was stopped until now counts for nothing any more.
+        self.check()
         while self._waits:
             left_s = self._began_s + self._config.takeover_s - self._clock()
             self.check()
@@ -240,14 +272,6 @@ class Incarnation:
             self._fence.renewed(self._started_s, newest)
 
 
-def refuse_fenced(storage: Path, number: int) -> None:
-    """Raise RunFenced if a newer incarnation than `number` has been written, for a process that is about to change
-    storage; OSError if that cannot be read."""
-    newest = newest_incarnation(storage)
-    if newest is not None and newest.number > number:
-        raise fenced(number, newest)
-
-
 def newest_incarnation(storage: Path) -> IncarnationRecord | None:
     """Return the newest incarnation of a run; None if there is none yet. Raises OSError."""
     return _newest(storage / FOLDER)
@@ -268,53 +292,75 @@ def running_time() -> float:
 
 
 def _numbers(folder: Path) -> list[int]:
-    return sorted(int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in found if name and not name[2])
 
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.json"
 
 
-def _newest(folder: Path) -> IncarnationRecord | None:
-    if not folder.is_dir():
-        return None
-    numbers = _numbers(folder)
-    if not numbers:
-        return None
-    number = numbers[-1]
-    try:
-        return replace(IncarnationRecord(**orjson.loads(_path(folder, number).read_bytes())), number=number)
-    except (FileNotFoundError, TypeError, ValueError):
-        # It is just being created, or its creator died: its name alone fences.
-        return IncarnationRecord(
-            number=number, host="an unknown host", boot="", process_id=0, started_s=0.0, renewed_s=0.0
-        )
+def _newest(folder: Path, void: int = 0) -> IncarnationRecord | None:
+    """Return the newest incarnation, without files up to number `void` that cannot be read."""
+    for number in reversed(_numbers(folder) if folder.is_dir() else []):
+        try:
+            return replace(IncarnationRecord(**orjson.loads(_path(folder, number).read_bytes())), number=number)
+        except (FileNotFoundError, TypeError, ValueError):
+            if number > void:
+                # It is just being created, or its creator died.
+                return IncarnationRecord(
+                    number=number, host="an unknown host", boot="", process_id=0, started_s=0.0, renewed_s=0.0
+                )
+    return None
 
 
-def _create(folder: Path, storage: Path) -> tuple[IncarnationRecord, IncarnationRecord | None]:
-    """Create the file of the next incarnation. Return its record and that of the one before it. Raises OSError."""
+def _begin(held: Path | None) -> tuple[int | None, str]:
+    """Return the number that a state folder held before, if any, and the token of the creation that now begins: that of
+    one that was not finished, which may have left a number. Raises OSError."""
+    if held is None or not held.exists():
+        return None, uuid.uuid4().hex
+    number, _, token = held.read_text().partition(" ")
+    token = token or uuid.uuid4().hex
+    replace_file(held, f"{number} {token}".encode())
+    return int(number), token
+
+
+def _create(
+    storage: Path, token: str, *, after: int | None, void: int
+) -> tuple[IncarnationRecord | None, IncarnationRecord | None]:
+    """Create the file of the next incarnation. Return its record and that of the one before it; no record if a file
+    after `after` cannot be read, which then comes second. Raises RunFenced, OSError."""
+    folder = storage / FOLDER
     # Not `parents`: a storage folder that is absent must not be created on a local disk in its place.
     folder.mkdir(exist_ok=True)
     fsync(storage)
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     while True:
-        previous, now_s = _newest(folder), time.time()
+        # Before the look at the newest: one that comes in between has this number.
+        number = max(_numbers(folder), default=0) + 1
+        previous, now_s = _newest(folder, void), time.time()
+        if after is not None and previous is not None and previous.number > after and previous.token != token:
+            if previous.is_readable:
+                raise fenced(after, previous)
+            return None, previous
         record = IncarnationRecord(
-            number=previous.number + 1 if previous else 1,
+            number=number,
             host=socket.gethostname(),
             boot=boot,
             process_id=os.getpid(),
             started_s=now_s,
             renewed_s=now_s,
+            token=token,
         )
-        path = _path(folder, record.number)
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            create_file(_path(folder, record.number), orjson.dumps(asdict(record)) + b"\n")
         except FileExistsError:
             continue
-        replace_file(path, orjson.dumps(asdict(record)) + b"\n")
-        for number in _numbers(folder)[:-FILES_KEPT]:
-            _path(folder, number).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            # The creator of an older number comes too late to use its staged file.
+            name = _NAME.fullmatch(path.name)
+            if name and int(name[1]) <= record.number - (1 if name[2] else FILES_KEPT):
+                path.unlink(missing_ok=True)
         return record, previous
 
 

@@ -5,16 +5,22 @@ Invariants:
   cut the file has the old contents or the new ones, and is never empty.
 - The staged name is the final one with the suffix `.partial`. A crash may leave a staged file behind; the next write
   overwrites it.
+- A file that `create_file` makes is complete as soon as its name exists. The staged name (`NAME.TOKEN.partial`) is
+  private to the call and is removed when it fails; only a crash leaves one behind.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 PARTIAL = ".partial"
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of link(2) on file systems without hard links: FAT, some of FUSE and SMB."""
 
 
 def fsync(path: Path) -> None:
@@ -38,13 +44,37 @@ def replace_from(path: Path, pieces: Iterable[bytes], *, mode: int = 0o666) -> N
     staged = path.with_name(path.name + PARTIAL)
     # A file left over by a crash may have wider permissions.
     staged.unlink(missing_ok=True)
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    _write(staged, pieces, mode)
+    staged.replace(path)
+    fsync(path.parent)
+
+
+def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Create a file with its content, or fail without a trace: a full disk leaves no empty file under the name. Raises
+    FileExistsError if it exists, OSError."""
+    staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        _write(staged, (data,), mode)
+        try:
+            os.link(staged, path)
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            # Empty until the rename, which needs no space. A crash in between leaves it empty.
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+            staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+def _write(path: Path, pieces: Iterable[bytes], mode: int) -> None:
+    """Write a file and flush it to the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.writelines(pieces)
         file.flush()
         os.fsync(descriptor)
-    staged.replace(path)
-    fsync(path.parent)
 
 
 def write_private(path: Path, data: bytes) -> None:

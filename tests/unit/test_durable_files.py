@@ -13,10 +13,11 @@ from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import Roster, read_roster
 from headrace.actors.engine_group.requests import EngineRequest, RequestBox
 from headrace.actors.places.gateway import read_address
-from headrace.buffer.primitives.durable_files import publish_folder, replace_file, write_private
+from headrace.buffer.primitives.durable_files import create_file, publish_folder, replace_file, write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.processes.server_process import announce
+from support.full_disks import files_of_at_most
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,6 +91,21 @@ def test_a_private_file_is_readable_by_its_owner_only_even_after_a_crash(tmp_pat
     write_private(tmp_path / "token", b"secret")
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
     assert (tmp_path / "token").read_bytes() == b"secret"
+
+
+def test_a_created_file_is_complete_or_absent(tmp_path: Path, disk: list[tuple[str, str]]) -> None:
+    path = tmp_path / "file"
+    with files_of_at_most(3), pytest.raises(OSError, match="File too large"):
+        create_file(path, b"data")
+    assert list(tmp_path.iterdir()) == []
+    create_file(path, b"data")
+    assert path.read_bytes() == b"data"
+    assert disk[-1] == ("fsync", tmp_path.name), "the name itself is durable too"
+    assert disk[-2][1].startswith("file."), "the content is, before it"
+    with pytest.raises(FileExistsError):
+        create_file(path, b"other")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"data"
 
 
 @pytest.mark.parametrize("left", [b"", b"\0\0\0\0", b"[]", b'{"version": '], ids=["empty", "zeros", "list", "torn"])

@@ -21,8 +21,8 @@ from headrace.actors.storage.incarnation import (
     Incarnation,
     IncarnationRecord,
     newest_incarnation,
-    refuse_fenced,
 )
+from support.full_disks import files_of_at_most
 from support.incarnation_holder import QUICK
 
 if TYPE_CHECKING:
@@ -205,32 +205,106 @@ async def test_a_restart_on_the_same_host_after_a_clean_end_does_not_wait(tmp_pa
 
 
 async def test_a_fenced_holder_does_not_record_a_clean_end_and_cannot_come_back(tmp_path: Path, clock: Clock) -> None:
-    first = await Incarnation.take(tmp_path, OFTEN, clock=clock)
-    second = await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    first = await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)
+    second = await Incarnation.take(tmp_path, OFTEN, held=others, clock=clock)
     await first.end()
     assert newest_incarnation(tmp_path) == second.record
-    with pytest.raises(RunFenced, match="incarnation 2 on"):
-        await Incarnation.take(tmp_path, OFTEN, after=first.number, clock=clock)
-    with pytest.raises(RunFenced):
-        refuse_fenced(tmp_path, first.number)
-    refuse_fenced(tmp_path, second.number)
+    for _ in range(2):
+        with pytest.raises(RunFenced, match="incarnation 2 on"):
+            await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)
     assert newest_incarnation(tmp_path) == second.record
+    assert (await Incarnation.take(tmp_path, OFTEN, held=others, clock=clock)).number == 3
 
 
-async def test_an_incarnation_whose_file_is_unreadable_fences_and_old_files_are_removed(
+async def test_old_files_are_removed(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / FOLDER).mkdir()
+    for left in ("000041.json", "000041.json.partial", "000042.json.0a1b.partial", "000043.json.0a1b.partial"):
+        (tmp_path / FOLDER / left).touch()
+    async with held(tmp_path, clock) as (incarnation, _):
+        assert incarnation.number == 42
+    for _ in range(2 * FILES_KEPT):
+        last = await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    names = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
+    assert names == [f"{number:06d}.json" for number in range(last.number + 1 - FILES_KEPT, last.number + 1)]
+
+
+async def test_a_full_disk_of_the_storage_leaves_no_file_that_fences(tmp_path: Path, clock: Clock) -> None:
+    ours = tmp_path / "ours"
+    await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)
+    # Room for the number that was held, but not for a record.
+    with files_of_at_most(64), pytest.raises(StorageLost, match=r"incarnations cannot be written .*File too large"):
+        await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["000001.json"]
+    assert (await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)).number == 2
+
+
+async def test_an_unreadable_file_fences_nothing_once_its_creator_has_had_its_time(
     tmp_path: Path, clock: Clock
 ) -> None:
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "000041.json").touch()
+    """Earlier versions left an empty file when the disk was full, whatever its time of change is."""
+    ours = tmp_path / "ours"
+    first = await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)
+    (tmp_path / FOLDER / "000002.json").touch()
+    taking = asyncio.create_task(Incarnation.take(tmp_path, OFTEN, held=ours, sole_on_host=True, clock=clock))
+    assert not (await asyncio.wait([taking], timeout=0.1))[0]
+    clock.now_s += DEFAULT.takeover_s - 1
+    assert not (await asyncio.wait([taking], timeout=0.1))[0]
+    clock.now_s += 2
+    async with asyncio.timeout(GUARD_S):
+        third = await taking
+    assert (first.number, third.number) == (1, 3)
+    acquiring = asyncio.create_task(third.acquire())
+    assert not (await asyncio.wait([acquiring], timeout=0.1))[0], "its creator may act in this very moment"
+    acquiring.cancel()
+
+
+async def test_an_unreadable_file_that_becomes_readable_fences(tmp_path: Path, clock: Clock) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    await Incarnation.take(tmp_path, OFTEN, held=ours, clock=clock)
+    await Incarnation.take(tmp_path, OFTEN, held=others, clock=clock)
+    path = tmp_path / FOLDER / "000002.json"
+    content = path.read_bytes()
+    path.write_bytes(content[:40])
+    taking = asyncio.create_task(Incarnation.take(tmp_path, OFTEN, held=ours, sole_on_host=True, clock=clock))
+    assert not (await asyncio.wait([taking], timeout=0.1))[0]
+    path.write_bytes(content)
+    with pytest.raises(RunFenced, match="incarnation 2 on"):
+        async with asyncio.timeout(GUARD_S):
+            await taking
+
+
+async def test_a_holder_below_an_unreadable_file_ends_in_time_but_not_for_good(tmp_path: Path, clock: Clock) -> None:
     async with held(tmp_path, clock) as (incarnation, ending), asyncio.timeout(GUARD_S):
-        assert incarnation.number == 42
-        (tmp_path / FOLDER / "000043.json").touch()
-        with pytest.raises(RunFenced, match="incarnation 43 on an unknown host"):
+        await renewals(tmp_path, 1)
+        (tmp_path / FOLDER / "000002.json").touch()
+        await failed(incarnation)
+        clock.now_s += DEFAULT.end_after_s - 1
+        incarnation.check()
+        clock.now_s += 2
+        with pytest.raises(StorageLost, match="the file of incarnation 2 cannot be read"):
             await ending
-    for _ in range(2 * FILES_KEPT):
-        await Incarnation.take(tmp_path, OFTEN, clock=clock)
-    names = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
-    assert names == [f"{number:06d}.json" for number in range(54 - FILES_KEPT, 54)]
+
+
+async def test_a_creator_that_was_stopped_for_too_long_does_not_act(tmp_path: Path, clock: Clock) -> None:
+    incarnation = await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    clock.now_s += DEFAULT.end_after_s + 1
+    with pytest.raises(StorageLost):
+        await incarnation.acquire()
+
+
+@pytest.mark.timeout(2 * GUARD_S)
+@pytest.mark.parametrize("option", ["", "no-links"])
+async def test_a_creator_killed_between_any_two_calls_does_not_fence_its_own_state_folder(
+    tmp_path: Path, option: str
+) -> None:
+    command = (sys.executable, "-m", "support.killed_creator", str(tmp_path), *filter(None, [option]))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    said = (await process.communicate())[0].decode().splitlines()
+    assert process.returncode == 0
+    assert len(said) > 15, "operations of one creator"
+    assert {line for line in said if line.endswith("killed")} <= {"takes 2 killed", "takes 3 killed"}
+    assert said[-1] == "takes 3 done"
 
 
 @pytest.mark.timeout(GUARD_S)
