@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.buffer.primitives.durable_files import write_private
+from headrace.buffer.primitives.durable_files import append_line, write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
@@ -131,8 +131,7 @@ class PushJournal:
         return snapshot if all(file.path.exists() for file in snapshot.files) else None
 
     def _append(self, line: dict[str, object]) -> None:
-        with self._pushes.open("ab", buffering=0) as file:
-            file.write(orjson.dumps({**line, "time_s": time.time()}) + b"\n")
+        append_line(self._pushes, orjson.dumps({**line, "time_s": time.time()}) + b"\n")
 
     def _last_push(self) -> list[dict[str, Any]]:
         """Return all lines of the last push."""

@@ -127,8 +127,6 @@ class LogFile(logging.Handler):
         self._events = events
         self._file = RotatingFile(path, retention, keep_bytes=retention.log_bytes)
         self._dropped = 0
-        self._intact = False
-        """The file is known to exist and to end with a newline."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -139,25 +137,16 @@ class LogFile(logging.Handler):
         if self._dropped:
             event["dropped"] = self._dropped
         try:
-            start = b"" if self._intact else self._line_start()
-            is_full = self._file.write(start + orjson.dumps(event) + b"\n")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            is_full = self._file.write(orjson.dumps(event) + b"\n")
         except OSError:
-            self._dropped, self._intact = self._dropped + 1, False
+            self._dropped += 1
             return
-        self._dropped, self._intact = 0, True
+        self._dropped = 0
         if is_full:
             # The file continues to grow, and the next event tries again.
             with suppress(OSError):
                 self._file.rotate()
-
-    def _line_start(self) -> bytes:
-        """Return what has to precede the next line: a newline if the last line is torn. Raises OSError."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return b""
-            file.seek(-1, os.SEEK_END)
-            return b"" if file.read() == b"\n" else b"\n"
 
 
 def leave_rollout() -> None:

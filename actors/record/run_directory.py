@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import orjson
 
 from headrace.actors.errors import RunMissing
-from headrace.buffer.primitives.durable_files import replace_file
+from headrace.buffer.primitives.durable_files import append_line, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks import write_tasks
 from headrace.sandboxes.leftovers import IDENTITY_FILE, run_label
@@ -165,8 +165,7 @@ class RunDirectory:
 
     def append_session(self, started_s: float, ended_s: float | None) -> None:
         """Record that a driver has started (`ended_s` None) or ended."""
-        with self.sessions.open("ab") as file:
-            file.write(orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
+        append_line(self.sessions, orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
 
     def driver_pid(self) -> int | None:
         """Return the id of the process that is driving the run; None if there is none or it has not been recorded

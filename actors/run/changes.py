@@ -21,6 +21,7 @@ from headrace.actors.record.run_directory import read_configuration
 from headrace.actors.run.config import RunConfig, apply_override
 from headrace.actors.run.older_configs import upgraded
 from headrace.actors.run.overlays import leaves
+from headrace.buffer.primitives.durable_files import append_line
 from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.checkpoints import list_checkpoints, read_manifest
 
@@ -132,5 +133,4 @@ def changed_document(document: Mapping[str, Mapping[str, Any]], changes: Sequenc
 
 def journal_changes(state: Path, changes: Sequence[str]) -> None:
     """Append changes to the journal of a run. Raises OSError."""
-    with (state / "changes.jsonl").open("ab") as file:
-        file.write(orjson.dumps({"time_s": time.time(), "changes": list(changes)}) + b"\n")
+    append_line(state / "changes.jsonl", orjson.dumps({"time_s": time.time(), "changes": list(changes)}) + b"\n")

@@ -77,6 +77,21 @@ def _write(path: Path, pieces: Iterable[bytes], mode: int) -> None:
         os.fsync(descriptor)
 
 
+def append_line(path: Path, line: bytes) -> int:
+    """Append a line in a single write, and return the size of the file. A line that a full disk has torn before is
+    ended first: it must not spoil this one. Raises OSError, also if only a part of the line could be written."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Write or replace a file that only its owner may read. Raises OSError."""
     replace_file(path, data, mode=0o600)

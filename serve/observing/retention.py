@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.buffer.primitives.durable_files import append_line
 from headrace.buffer.primitives.file_lock import FileLock
 
 DAY_S = 86400.0
@@ -64,13 +64,8 @@ class RotatingFile:
     def write(self, line: bytes) -> bool:
         """Append a line in a single write, and return True if the file is then due to be rotated. Raises OSError, also
         if only a part of the line could be written."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            if os.write(descriptor, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-            return self._retention is not None and os.fstat(descriptor).st_size >= self._retention.file_bytes
-        finally:
-            os.close(descriptor)
+        size_bytes = append_line(self._path, line)
+        return self._retention is not None and size_bytes >= self._retention.file_bytes
 
     def rotate(self) -> None:
         """Start a new file if this one is full, and remove older files beyond the limits. Raises OSError."""

@@ -13,7 +13,13 @@ from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import Roster, read_roster
 from headrace.actors.engine_group.requests import EngineRequest, RequestBox
 from headrace.actors.places.gateway import read_address
-from headrace.buffer.primitives.durable_files import create_file, publish_folder, replace_file, write_private
+from headrace.buffer.primitives.durable_files import (
+    append_line,
+    create_file,
+    publish_folder,
+    replace_file,
+    write_private,
+)
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.processes.server_process import announce
@@ -106,6 +112,15 @@ def test_a_created_file_is_complete_or_absent(tmp_path: Path, disk: list[tuple[s
         create_file(path, b"other")
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"data"
+
+
+def test_a_line_that_a_full_disk_tore_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert append_line(path, b"one\n") == 4
+    with files_of_at_most(6), pytest.raises(OSError, match="No space left"):
+        append_line(path, b"two\n")
+    append_line(path, b"three\n")
+    assert path.read_bytes() == b"one\ntw\nthree\n"
 
 
 @pytest.mark.parametrize("left", [b"", b"\0\0\0\0", b"[]", b'{"version": '], ids=["empty", "zeros", "list", "torn"])
