@@ -39,6 +39,7 @@ from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.storage.incarnation import Incarnation
 from headrace.actors.storage.restore import restore_run
 from headrace.actors.version import RUNNING
+from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
 
 if TYPE_CHECKING:
@@ -78,6 +79,19 @@ class Wishes:
 
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def restore_marked(directory: RunDirectory, say: Callable[[str], object]) -> None:
+    """Restore the ledger of a run that is marked for it, unless an earlier try ended just before it removed the mark.
+    Blocks. Raises LedgerRefused, OSError."""
+    assert directory.shared is not None
+    # The ledger comes last in a restoration.
+    if not ((directory.path / "ledger.db").exists() and has_begun(directory.path)):
+        report = restore_run(directory.path, directory.shared)
+        for line in report.lines():
+            say(line)
+        replace_file(directory.path / "restored.json", orjson.dumps(report.to_json()))
+    (directory.path / TO_RESTORE).unlink()
 
 
 class RunDriver:
@@ -257,7 +271,7 @@ class RunDriver:
         # What is left of an earlier service holds the ledger.
         await sweep_run(self._run_id)
         if (self._directory.path / TO_RESTORE).exists():
-            await asyncio.to_thread(self._restore)
+            await asyncio.to_thread(restore_marked, self._directory, self._say)
         resuming = ResumePreparation(self._config, self._directory, say=self._say)
         await asyncio.to_thread(resuming.prepare)
         return await self._runtime.spawn(
@@ -268,14 +282,6 @@ class RunDriver:
             name="service",
             resources=self._config.cluster.on(Role.CONTROL),
         )
-
-    def _restore(self) -> None:
-        assert self._directory.shared is not None
-        report = restore_run(self._directory.path, self._directory.shared)
-        for line in report.lines():
-            self._say(line)
-        replace_file(self._directory.path / "restored.json", orjson.dumps(report.to_json()))
-        (self._directory.path / TO_RESTORE).unlink()
 
     def _say(self, line: str) -> None:
         logger.info("run %s: %s", self._run_id, line)

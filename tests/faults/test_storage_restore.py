@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.runs.driver import restore_marked
+from headrace.actors.runs.layout import TO_RESTORE
 from headrace.actors.storage.restore import restore_run
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report
@@ -61,3 +64,21 @@ def test_a_run_that_loses_its_ledger_twice_trains_to_the_end(tmp_path: Path) -> 
     last = newest_copy(storage)
     assert last is not None
     assert last.version == PolicyVersion(203, STEPS)
+
+
+@pytest.mark.timeout(GUARD_S)
+def test_a_mark_that_outlived_its_restoration_only_goes(tmp_path: Path) -> None:
+    """The driver was killed, or the disk was full, between the restored ledger and the removal of the mark."""
+    directory = RunDirectory(path=tmp_path / "state", shared=tmp_path / "storage")
+    directory.storage.mkdir()
+    live(directory.path, directory.storage, 2)
+    shutil.rmtree(directory.path)
+    said: list[str] = []
+    for _ in range(2):
+        directory.path.mkdir(exist_ok=True)
+        (directory.path / TO_RESTORE).touch()
+        restore_marked(directory, said.append)
+        assert not (directory.path / TO_RESTORE).exists()
+    assert sum(line.startswith("restored the ledger") for line in said) == 1
+    assert live(directory.path, directory.storage, 0) == (0, [])
+    assert verify(directory.path).clean
