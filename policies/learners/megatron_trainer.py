@@ -114,6 +114,9 @@ class MegatronTrainer:
         directory.mkdir(parents=True, exist_ok=True)
         final = directory / f"{version}.safetensors"
         staged = final.with_suffix(".tmp")
+        for leftover in directory.glob("*.tmp"):
+            # Of a learner that was killed, or whose disk was full: it is as large as the model.
+            leftover.unlink(missing_ok=True)
         self._ranks.export(staged, version)
         staged.rename(final)
         # By version: the sender may still read a file of the previous incarnation, and modification times are wrong

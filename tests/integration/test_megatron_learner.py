@@ -332,6 +332,8 @@ async def test_a_cancelled_step_is_applied_once(tmp_path: Path, tiny_model_dir: 
 
 
 async def test_only_the_last_two_snapshots_are_kept(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "1.9.tmp").write_text("left by a learner that was killed")
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         first = await learner.snapshot()
         assert equal(load_file(first.shards[0].path), load_file(tiny_model_dir / "model.safetensors"))
