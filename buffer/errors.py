@@ -7,8 +7,8 @@ ReplayError
 ├── VersionMismatch       a version other than the one that the ledger expects next
 ├── DataExhausted         the passes over the data are done, and no batch can be filled any more
 ├── LedgerError
-│   ├── LedgerRefused     the file cannot be used here: network file system, full disk, another run, newer schema,
-│   │                     other tasks
+│   ├── LedgerRefused     the file cannot be used here: network file system, another run, newer schema, other tasks
+│   │   └── LedgerDiskFull  the disk has too little space: transient
 │   ├── LedgerInUse       another process holds the ledger
 │   ├── LedgerBroken      a write failed, and the store has ended
 │   └── LedgerMismatch    ledger and checkpoint have different histories
@@ -58,6 +58,10 @@ class LedgerError(ReplayError):
 
 class LedgerRefused(LedgerError):
     """The ledger cannot be used for this run; nothing was changed."""
+
+
+class LedgerDiskFull(LedgerRefused):
+    """The disk has no space for the next transactions; nothing was changed."""
 
 
 class LedgerInUse(LedgerError):

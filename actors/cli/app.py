@@ -158,7 +158,7 @@ def run(
     _say_unprotected(config.sandbox.provider)
     say(f"run {directory.path}")
     if restarts:
-        raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet))
+        raise typer.Exit(resume_again_and_again(config, directory, restarts, json=json, quiet=quiet))
     with ending_a_run():
         summary = drive(config, directory, quiet=quiet)
     _report(summary, json)
@@ -212,7 +212,7 @@ def resume(
     resuming = ResumePreparation(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
     if restarts:
         once = ["--from-start"] * from_start + ["--retry-batch"] * retry_batch
-        raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet, once=once))
+        raise typer.Exit(resume_again_and_again(config, directory, restarts, json=json, quiet=quiet, once=once))
     with ending_a_run():
         summary = drive(config, directory, quiet=quiet, before=resuming.prepare)
     _report(summary, json, resume=resuming.report)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.actors.cli.output import say
+from headrace.actors.record.disk_space import lacks_space
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
 
 Restarts = Annotated[
     int,
@@ -45,7 +47,13 @@ def ending_a_run() -> Iterator[None]:
 
 
 def resume_again_and_again(
-    directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
+    config: RunConfig,
+    directory: RunDirectory,
+    restarts: int,
+    *,
+    json: Path | None,
+    quiet: bool,
+    once: Sequence[str] = (),
 ) -> int:
     """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt is given the options
     in `once`."""
@@ -54,5 +62,6 @@ def resume_again_and_again(
         command += ["--json", str(json)]
     if quiet:
         command.append("--quiet")
-    loop = RestartLoop(RestartPolicy(restarts), say, partial(saved_step, directory))
+    full = partial(lacks_space, directory, config.service.min_free_bytes)
+    loop = RestartLoop(RestartPolicy(restarts), say, partial(saved_step, directory), full)
     return loop.run([*command, *once], command)

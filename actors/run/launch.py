@@ -46,6 +46,7 @@ from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
+from headrace.actors.record.disk_space import needing_space
 from headrace.actors.record.log_warnings import TerminalWarnings
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.metrics import read_metrics
@@ -457,7 +458,8 @@ def drive(
     """Run or resume a run to its end, and write its summary to summary.json. `before` is called as soon as this process
     holds the run's lock; `beside` runs concurrently, with the service as its argument, and is cancelled at the end.
     Raises RunError and the error that ended the run."""
-    with sole_driver(directory), Interrupts() as interrupts:
+    space = needing_space(directory, config.service.min_free_bytes)
+    with space, sole_driver(directory), Interrupts() as interrupts:
         before()
         started = time.time()
         directory.append_session(started, None)

@@ -30,6 +30,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.disk_space import WAITING, full_folders, lacks_space
 from headrace.actors.record.housekeeping import EVERY_S, keep_house
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog
 from headrace.actors.record.run_directory import identity_of, read_configuration
@@ -58,6 +59,7 @@ from headrace.serve.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from headrace.actors.cluster.section import Unit
     from headrace.actors.record.run_directory import RunDirectory
@@ -117,6 +119,8 @@ class ServiceParts(GuardedActors):
         self._externals = externals or Externals()
         path = None if directory is None else directory.path / OF_ACTORS
         absences = Absences(path, clock=self._externals.clock)
+        self._full: dict[str, Path] = {}
+        """Folders on full disks."""
         super().__init__(runtime, hang_s=config.service.hang_s, absences=absences)
         self._config = config
         self._directory = directory
@@ -374,12 +378,14 @@ class ServiceParts(GuardedActors):
         if (free_bytes := shutil.disk_usage(self._directory.path).free) < wanted:
             with suppress(OSError):
                 make_room(self._directory.path / FOLDER, wanted - free_bytes)
-            free_bytes = shutil.disk_usage(self._directory.path).free
-        if free_bytes < wanted:
-            raise DiskFull(
-                f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
-                f"({wanted >> 20} MiB): free some space, then resume the run"
-            )
+        full = full_folders(self._directory, wanted, shared=False)
+        if "state" in full:
+            raise DiskFull(lacks_space(self._directory, wanted))
+        # Those end the run only if something fails because of them.
+        for name, folder in (self._full | full).items():
+            change = self._absences.lost if name in full else self._absences.back
+            change(f"space on the disk of {folder} ({name}: {WAITING[name]})")
+        self._full = full
 
 
 def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None) -> SupervisedActors:

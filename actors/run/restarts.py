@@ -78,9 +78,16 @@ class RestartLoop:
     """Restart loop for the main thread, which runs commands until the policy allows no more attempts. It can be used
     only once."""
 
-    def __init__(self, policy: RestartPolicy, say: Callable[[str], object], saved_step: Callable[[], int]) -> None:
-        """`saved_step` returns the step of the run's newest checkpoint."""
-        self._policy, self._say, self._saved_step = policy, say, saved_step
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        say: Callable[[str], object],
+        saved_step: Callable[[], int],
+        lacks_space: Callable[[], object] = lambda: False,
+    ) -> None:
+        """`saved_step` returns the step of the run's newest checkpoint; `lacks_space` a true value while a disk of the
+        run is full."""
+        self._policy, self._say, self._saved_step, self._lacks_space = policy, say, saved_step, lacks_space
         self._interrupted = 0
         """Number of the signal that interrupted the loop; 0 if there was none."""
         # A pipe, because the code that the signal interrupted may hold the lock of a threading.Event.
@@ -102,8 +109,12 @@ class RestartLoop:
                 if wait_s is None:
                     return code if code >= 0 else 128 - code
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-                self._say(f"ended with {how}: resuming in {wait_s:.1f} s ({self._policy.restarts} restarts left)")
+                when = f"in {wait_s:.1f} s" + (", once there is space" if self._lacks_space() else "")
+                self._say(f"ended with {how}: resuming {when} ({self._policy.restarts} restarts left)")
                 select.select([self._wakes], [], [], wait_s)
+                # An attempt would only use up a restart.
+                while not self._interrupted and self._lacks_space():
+                    select.select([self._wakes], [], [], self._policy.first_wait_s)
                 if self._interrupted:
                     return EXIT_DRAINED
                 command = again

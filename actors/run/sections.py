@@ -103,7 +103,7 @@ class ServiceSection(Section):
     """Time without an answer after which an actor is killed and restarted."""
     min_free_bytes: int = Field(default=64 << 20, ge=0)
     """Free space on the run directory's disk below which the run ends in a resumable state, before a write can fail
-    halfway."""
+    halfway. A run is not started while a disk of it has less."""
     drain_s: float = Field(default=30.0, gt=0)
     """Time limit for an interrupted run to save and stop."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import orjson
 
-from headrace.actors.errors import ActorError, RunFenced, StorageLost, first_cause
+from headrace.actors.errors import ActorError, DiskFull, RunFenced, StorageLost, first_cause
 from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.record.absences import OF_THE_DRIVER, Absences
+from headrace.actors.record.disk_space import lacks_space, named
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import run_guarded, sole_driver, write_summary
@@ -53,6 +54,8 @@ INCARNATION: Final = "incarnation"
 """File in the state folder with the number of the incarnation that acted there last, and the token of a creation that
 has begun."""
 KNOW_S: Final = 5.0
+SPACE_S: Final = 5.0
+"""Interval between two looks whether a full disk has space again."""
 SWEEP_S: Final = 60.0
 """Time limit for the removal of what an ended run left; the sweep of `runs` repeats it."""
 ADOPTION_S: Final = 120.0
@@ -92,6 +95,12 @@ def restore_marked(directory: RunDirectory, say: Callable[[str], object]) -> Non
             say(line)
         replace_file(directory.path / "restored.json", orjson.dumps(report.to_json()))
     (directory.path / TO_RESTORE).unlink()
+
+
+def ended_by(error: Exception) -> Ending:
+    """Return how a try ended that this error ended."""
+    code, reason = exit_code_of_run(error), f"{type(error).__name__}: {error}"
+    return Ending(state=ActualState.FAILED, exit_code=code, reason=reason, is_transient=code == EXIT_TRANSIENT)
 
 
 class RunDriver:
@@ -164,21 +173,29 @@ class RunDriver:
         try:
             return await self._fenced()
         except Exception as group:
-            error = first_cause(group)
-            assert isinstance(error, Exception)
+            cause = first_cause(group)
+            assert isinstance(cause, Exception)
+            error = cause
             logger.exception("run %s failed", self._run_id, exc_info=error)
             if isinstance(error, (RunFenced, StorageLost)):
                 # Another incarnation may act soon, and the cluster may be out of reach: first what a signal can end.
                 for process in self._own:
                     kill_here(process)
             await self._end()
-            code = exit_code_of_run(error)
-            return Ending(
-                state=ActualState.FAILED,
-                exit_code=code,
-                reason=f"{type(error).__name__}: {error}",
-                is_transient=code == EXIT_TRANSIENT,
-            )
+            if isinstance(error, RunFenced):
+                return ended_by(error)
+            error = await asyncio.to_thread(named, error, self._directory, self._config.service.min_free_bytes)
+            if isinstance(error, DiskFull):
+                await self._space(str(error))
+            return ended_by(error)
+
+    async def _space(self, reason: str) -> None:
+        """Wait until the run has space or is not wanted any more: a try before that only uses up a restart."""
+        self._moved(ActualState.STARTING, f"waits for space: {reason}")
+        while not (self._wishes.drained.is_set() or self._wishes.stopped.is_set()):
+            if not await asyncio.to_thread(lacks_space, self._directory, self._config.service.min_free_bytes):
+                return
+            await asyncio.sleep(SPACE_S)
 
     async def _fenced(self) -> Ending:
         """Run as the newest incarnation of the run; end what it started, and then the incarnation. Raises RunFenced,

@@ -28,7 +28,7 @@ from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
 from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runs.cluster_nodes import ClusterNodes
-from headrace.actors.runs.driver import RunDriver, Wishes
+from headrace.actors.runs.driver import RunDriver, Wishes, ended_by
 from headrace.actors.runs.file_collection import EVERY_S, FileCollection
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import (
@@ -274,9 +274,9 @@ class Runs(RunQueries, BeginsUnasked):
             )
             await self._settle(run_id, await driver.drive())
         except Exception as error:
-            # Such as a state folder that is gone: nothing that another try would change.
+            # Such as a state folder that is gone, or whose disk is full.
             logger.exception("run %s cannot be driven", run_id)
-            self._moved(run_id, ActualState.FAILED, f"{type(error).__name__}: {error}")
+            await self._settle(run_id, ended_by(error))
         finally:
             del self._driving[run_id]
             self._wishes.pop(run_id, None)
@@ -316,7 +316,9 @@ class Runs(RunQueries, BeginsUnasked):
     def _moved(self, run_id: RunId, state: ActualState, reason: str) -> None:
         if state in TRANSITIONS[self._table.get(run_id).actual]:
             self._table.move(run_id, state, now_s=time.time(), reason=reason)
-            self._tell()
+        elif reason:
+            self._table.explain(run_id, reason, now_s=time.time())
+        self._tell()
 
     async def _keep_agents(self) -> NoReturn:
         while True:

@@ -272,11 +272,6 @@ class Incarnation:
             self._fence.renewed(self._started_s, newest)
 
 
-def newest_incarnation(storage: Path) -> IncarnationRecord | None:
-    """Return the newest incarnation of a run; None if there is none yet. Raises OSError."""
-    return _newest(storage / FOLDER)
-
-
 def fenced(number: int, newer: IncarnationRecord) -> RunFenced:
     """Return the error for a holder that read a newer incarnation."""
     return RunFenced(

@@ -23,7 +23,7 @@ from typing import Self, cast
 
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.core.records import OUTAGES_KEPT, EvaluationRecord, Record, RolloutState, Snapshot
-from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
+from headrace.buffer.errors import LedgerBroken, LedgerDiskFull, LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.archive import (
     ARCHIVE,
     EVALUATIONS,
@@ -437,7 +437,10 @@ def bring_up_to_date(run_dir: Path) -> int | None:
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
     """Return the error for an unreadable ledger. For a damaged file it names the copy to restore; the log of the
     damaged file must be removed first, since SQLite would apply it to the copy."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return LedgerDiskFull(f"{path} cannot be opened: {error}: free some space, then resume the run")
+    if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return LedgerRefused(f"{path} is not readable: {error}")
     return LedgerRefused(
         f"{path} is not readable: {error}: remove it with its -wal and -shm files, and put the newest copy in its "

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.errors import LedgerDiskFull, LedgerRefused
 
 NETWORK_MAGIC = {
     0x6969: "NFS",
@@ -52,8 +52,8 @@ def refuse_network(directory: Path, magic: int) -> None:
 
 
 def refuse_full(directory: Path, free_bytes: int) -> None:
-    """Raise LedgerRefused when too few bytes are free for the next transactions."""
+    """Raise LedgerDiskFull when too few bytes are free for the next transactions."""
     if free_bytes < MIN_FREE_BYTES:
-        raise LedgerRefused(
+        raise LedgerDiskFull(
             f"the disk of {directory} is full ({free_bytes >> 20} MiB free): free some space, then resume the run"
         )

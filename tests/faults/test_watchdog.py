@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.errors import DiskFull, RunStalled
+from headrace.actors.errors import RunStalled
 from headrace.actors.record.metrics import read_metrics
-from headrace.actors.run.launch import RunRequest, prepare, reopen
+from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence
@@ -18,7 +17,7 @@ from headrace.buffer.audit.verify import verify
 from support import run_rig as rig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from headrace.actors.record.run_directory import RunDirectory
@@ -26,28 +25,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 
 STEPS = 6
-QUICK = (
-    "agent.simulated.durations.mean_s=0.4",
-    "agent.simulated.durations.median_s=0.3",
-    "agent.simulated.durations.cap_s=2",
-    "learner.simulated.step_s=0.1",
-    "engines.simulated.push_s=0.05",
-    "buffer.batch_size=8",
-    "buffer.group_size=4",
-    "buffer.max_staleness=2",
-    "dispatcher.slots_per_worker=16",
-    "evaluation.tasks=1",
-    "rollout.agent_timeout_s=20",
-    "rollout.evaluate_timeout_s=20",
-    "rollout.queue_timeout_s=10",
-    "rollout.boot_timeout_s=5",
-    "rollout.prepare_timeout_s=5",
-    "sandbox.pool.create_timeout_s=5",
-    "service.hang_s=15",
-    "cluster.absent_s=20",
-    "training.save_every=2",
-    f"training.steps={STEPS}",
-)
 
 
 @pytest.fixture
@@ -55,14 +32,9 @@ def open_run(tmp_path: Path) -> Any:
     recipe = rig.RECIPE.with_name("simulated.toml")
 
     @asynccontextmanager
-    async def open_run(
-        name: str, *overrides: str, folder: Path | None = None
-    ) -> AsyncIterator[tuple[Service, RunDirectory]]:
-        folder = folder or tmp_path
-        request = RunRequest(recipe=recipe, runs_dir=folder, name=name, overrides=(*QUICK, *overrides))
-        # A second time the run is resumed.
-        again = (folder / name).exists()
-        config, directory = reopen(folder / name) if again else prepare(request)
+    async def open_run(name: str, *overrides: str) -> AsyncIterator[tuple[Service, RunDirectory]]:
+        options = (*rig.QUICK, f"training.steps={STEPS}", *overrides)
+        config, directory = prepare(RunRequest(recipe=recipe, runs_dir=tmp_path, name=name, overrides=options))
         runtime = RayRuntime(f"{name}-")
         service = await runtime.spawn(Service, config, directory, runtime, name="service")
         try:
@@ -71,13 +43,6 @@ def open_run(tmp_path: Path) -> Any:
             await runtime.stop(service)
 
     return open_run
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small one: room for the run, and for what a service wants to see free."""
-    with rig.small_disk(tmp_path / "disk", 96) as folder:
-        yield folder
 
 
 def epochs_of(directory: RunDirectory) -> set[str]:
@@ -142,30 +107,3 @@ async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
             await service.run()
     assert len(str(stalled.value)) < 4000
     assert verify(directory.path).clean
-
-
-@pytest.mark.slow
-@pytest.mark.namespaces
-@pytest.mark.timeout(900)
-async def test_a_run_ends_when_the_disk_is_full_and_resumes_once_there_is_space(open_run: Any, disk: Path) -> None:
-    """Not one page is left, from one moment to the next: every part of the run fails to write at once."""
-    async with open_run("full", "training.steps=40", folder=disk) as (service, directory), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(raises_disk_full(service))
-        assert await service.reached(2)
-        rig.fill(disk / "of somebody else")
-        told = await running
-    assert "free some space, then resume the run" in told
-    report = verify(directory.path)
-    assert report.clean, report.problems
-    (disk / "of somebody else").unlink()
-    async with open_run("full", folder=disk) as (service, directory):
-        assert await service.run()
-    report = verify(directory.path)
-    assert report.clean, report.problems
-    assert (report.steps, report.trained_twice, report.lost) == (40, 0, 0)
-
-
-async def raises_disk_full(service: Service) -> str:
-    with pytest.raises(DiskFull) as full:
-        await service.run()
-    return str(full.value)

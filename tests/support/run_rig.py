@@ -48,6 +48,29 @@ SMALL = (
     f"service.hang_s={HANG_S}",
 )
 
+QUICK = (
+    "agent.simulated.durations.mean_s=0.4",
+    "agent.simulated.durations.median_s=0.3",
+    "agent.simulated.durations.cap_s=2",
+    "learner.simulated.step_s=0.1",
+    "engines.simulated.push_s=0.05",
+    "buffer.batch_size=8",
+    "buffer.group_size=4",
+    "buffer.max_staleness=2",
+    "dispatcher.slots_per_worker=16",
+    "evaluation.tasks=1",
+    "rollout.agent_timeout_s=20",
+    "rollout.evaluate_timeout_s=20",
+    "rollout.queue_timeout_s=10",
+    "rollout.boot_timeout_s=5",
+    "rollout.prepare_timeout_s=5",
+    "sandbox.pool.create_timeout_s=5",
+    "service.hang_s=15",
+    "cluster.absent_s=20",
+    "training.save_every=2",
+)
+"""Settings with which a run of the recipe `simulated` takes seconds."""
+
 
 def prepare_small(folder: Path, name: str, *overrides: str) -> tuple[object, RunDirectory]:
     return prepare(RunRequest(recipe=RECIPE, runs_dir=folder, name=name, overrides=(*SMALL, *overrides)))
@@ -151,6 +174,7 @@ def small_arguments() -> list[str]:
 
 __all__ = [
     "HANG_S",
+    "QUICK",
     "RECIPE",
     "SECRETS",
     "RunDirectory",

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.core.records import AttemptRecord
-from headrace.buffer.errors import CodecError, LedgerBroken, LedgerInUse, LedgerRefused
+from headrace.buffer.errors import CodecError, LedgerBroken, LedgerDiskFull, LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory, unreadable
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.ledger.store import ReplayStore
@@ -197,7 +198,9 @@ def test_a_full_disk_is_not_reported_as_damage():
     database.execute("PRAGMA max_page_count = 1")
     with pytest.raises(sqlite3.OperationalError, match="full") as full:
         database.execute("CREATE TABLE held (row BLOB)")
-    assert str(unreadable(Path("ledger.db"), full.value)) == "ledger.db is not readable: database or disk is full"
+    error = unreadable(Path("ledger.db"), full.value)
+    assert str(error) == "ledger.db cannot be opened: database or disk is full: free some space, then resume the run"
+    assert exit_code_of_run(error) == EXIT_TRANSIENT
 
 
 def test_network_file_systems_are_refused(tmp_path):
@@ -214,7 +217,7 @@ def test_network_file_systems_are_refused(tmp_path):
 
 def test_a_full_disk_is_refused_before_a_write_fails_halfway(tmp_path):
     refuse_full(tmp_path, 1 << 30)
-    with pytest.raises(LedgerRefused, match="free some space"):
+    with pytest.raises(LedgerDiskFull, match="free some space"):
         refuse_full(tmp_path, 1 << 20)
 
 

@@ -103,6 +103,16 @@ def test_attempts_run_until_success_or_the_last_restart(
     assert len(said) == tries - 1
 
 
+def test_a_full_disk_uses_up_one_restart_however_long_it_lasts(tmp_path: Path) -> None:
+    said: list[str] = []
+    command = [sys.executable, "-c", COUNTED, str(tmp_path / "tries"), "75", "0"]
+    full = iter([*["the disk of the run"] * 200, ""])
+    loop = RestartLoop(RestartPolicy(1, first_wait_s=0.0), said.append, lambda: 0, lambda: next(full))
+    assert loop.run(command, command) == 0
+    assert next(full, None) is None, "no attempt while it is full"
+    assert said == ["ended with exit code 75: resuming in 0.0 s, once there is space (0 restarts left)"]
+
+
 LOOP = """
 import sys
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy
