@@ -3,17 +3,22 @@
 Invariants:
 - Without the role `code`, a recipe names registered parts, files below listed folders, listed flags, and secrets of its
   owner. Every other file is refused, also in a key that this module does not know.
-- A recipe is checked before anything that it names is imported, opened or looked up on a disk. The functions that its
-  tasks name are checked when their files have been read, and before one is imported.
+- A recipe is checked before anything that it names is imported, opened or looked up on a disk, and again when its paths
+  are absolute. The functions that its tasks name are checked when their files have been read, and before one is
+  imported.
+- Nothing outside of the listed folders is reached by a link inside. (Who may write there can still exchange files
+  between a check and their reading.)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
 from pydantic import BaseModel
 
 from headrace.actors.agent_kinds.registry import AGENTS
@@ -24,6 +29,7 @@ from headrace.actors.loop.judge import RULES
 from headrace.actors.mix.section import KEY
 from headrace.actors.places.providers import PROVIDERS
 from headrace.actors.run.config import SECRET, named_values
+from headrace.actors.runs.table import NAME
 from headrace.actors.services.registry import SERVICES
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.miniatures import names as miniatures
@@ -65,6 +71,9 @@ URLS: Final = frozenset({"telemetry.otlp_endpoint", "sandbox.e2b.api_url", "sand
 """Keys with an address to which credentials in the environment of the nodes are sent, such as E2B_API_KEY."""
 CODE: Final = frozenset({"learner.slime.environment"})
 """Further keys that decide what runs as Ray's user. So does every file in a key that is not named above."""
+_SECRET: Final = re.compile(SECRET + NAME.pattern)
+_NUMBER: Final = re.compile(r"-\d+(\.\d+)?")
+"""Value of a flag that begins with a dash."""
 _OF_THE_RUN: Final = frozenset(
     {
         *("learner.model_dir", "learner.checkpoint_dir", "learner.snapshot_dir"),
@@ -86,15 +95,15 @@ class Rights:
     def _grant(self) -> Quota:
         return self.quotas.of(self.owner)
 
-    def check_recipe(self, config: RunConfig) -> None:
-        """Check what a recipe names, by its configuration before or after its paths were made absolute. Raises
+    def check_recipe(self, config: RunConfig, *, as_written: bool = False) -> None:
+        """Check what a recipe names; `as_written` its paths are not absolute yet, and secrets have their names. Raises
         RoleTooSmall."""
         if self.caller.may_name_code:
             return
         sources = {f"{KEY}.{name}." if name else "": own for name, own in config.by_source().items()}
         for prefix, own in {"": config, **sources}.items():
             for key, pattern, value in _leaves(own):
-                if value and (problem := self._problem(own, pattern, value)):
+                if value and (problem := self._problem(own, pattern, value, as_written)):
                     raise self._too_small(f"{prefix}{key}", value, problem)
 
     def check_tasks(self, tasks: Iterable[Task]) -> None:
@@ -126,28 +135,34 @@ class Rights:
         return document
 
     def _secrets(self) -> dict[str, Path]:
-        """Return the owner's secrets by name; a file may be a link, as in a volume of Kubernetes."""
+        """Return the owner's secrets by name. They may be links, as in a volume of Kubernetes, that lead elsewhere on
+        another node, and are not resolved."""
         folder = None if self.quotas.secrets is None else self.quotas.secrets / self.owner
         files = folder.iterdir() if folder is not None and folder.is_dir() else ()
-        return {file.name: file.resolve() for file in files if file.is_file()}
+        return {file.name: file for file in files if file.is_file()}
 
-    def _problem(self, config: RunConfig, pattern: str, value: Any) -> str:
+    def _problem(self, config: RunConfig, pattern: str, value: Any, as_written: bool) -> str:
         """Return why a value needs the role `code`; empty if it does not."""
         grant = self._grant
         if pattern in PARTS:
             return self._unregistered(PARTS[pattern], str(value))
         if pattern in FOLDERS:
             path = Path(value)
-            is_ours = path == Path() or (str(path).startswith(miniatures.PREFIX) and ".." not in path.parts)
-            if is_ours or _is_below(path, (miniatures.cache_folder(), *grant.folders)):
-                return ""
+            is_ours = as_written and str(path).startswith(miniatures.PREFIX) and ".." not in path.parts
+            is_unset = pattern == "model.path" and path == Path()
+            if is_ours or is_unset or _is_below(path, (miniatures.cache_folder(), *grant.folders)):
+                # slime loads it with trust_remote_code.
+                has_code = pattern == "model.path" and config.learner.kind == "slime" and _names_code(path)
+                return "has `auto_map`, the name of code that slime runs" if has_code else ""
             return f"is not below a folder of `folders` ({_listed(grant.folders)})"
         if tuple(pattern.split(".")) in SECRETS:
-            is_named = str(value).startswith(SECRET) or Path(value) in self._secrets().values()
-            return "" if is_named else "is a file; a secret is named as secret:NAME"
+            # Whether it exists is checked when it is replaced (`with_secrets`).
+            is_named = as_written and _SECRET.fullmatch(str(value))
+            return (
+                "" if is_named or value in self._secrets().values() else "is a file; a secret is named as secret:NAME"
+            )
         if pattern in FLAGS:
-            # A value may begin with a dash if it is a number.
-            given = [word.partition("=")[0] for word in value if word.startswith("-") and not word[1:2].isdigit()]
+            given = [word for word in value if word.startswith("-") and not _NUMBER.fullmatch(word)]
             if unlisted := [flag for flag in (*given, *value[:1]) if flag.partition("=")[0] not in grant.flags]:
                 return f"has {unlisted[0]}, which is not in `flags` ({_listed(grant.flags)})"
             return ""
@@ -187,12 +202,22 @@ def _leaves(value: object, key: str = "", pattern: str = "") -> Iterator[tuple[s
 
 
 def _is_below(path: Path, folders: Iterable[Path]) -> bool:
-    """Return True if a path is below one of the folders, both as written and where links lead. A path that is not below
-    one as written is not looked up."""
+    """Return True if a path is below one of the folders, both as written and where links lead, also those in it. A path
+    that is not below one as written is not looked up."""
     places = [(folder, folder.resolve()) for folder in folders]
     if ".." in path.parts or not any(path.is_relative_to(name) for names in places for name in names):
         return False
-    return any(path.resolve().is_relative_to(place) for _, place in places)
+    links = (below for below in path.rglob("*") if below.is_symlink())
+    return all(any(one.resolve().is_relative_to(place) for _, place in places) for one in (path, *links))
+
+
+def _names_code(model: Path) -> bool:
+    """Return True if a configuration of a model names code (`auto_map` of transformers), or cannot be read."""
+    try:
+        documents = [orjson.loads(path.read_bytes()) for path in model.glob("*config.json")]
+    except (OSError, ValueError):
+        return True
+    return any(isinstance(document, dict) and "auto_map" in document for document in documents)
 
 
 def _listed(names: Iterable[object]) -> str:

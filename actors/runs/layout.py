@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +21,7 @@ from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.logs import LogTerms
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.config import RunConfig, resolve, validated
+from headrace.actors.run.config import RunConfig, absolute_paths, validated
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.runs.records import Build, Demands, Submission
@@ -75,7 +75,7 @@ def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, rights: Rights, 
     document: dict[str, Any] = {table: copy.deepcopy(dict(keys)) for table, keys in recipe.items()}
     cluster = document.setdefault("cluster", {})
     for key, ours in (("state", terms.state), ("storage", terms.storage)):
-        if Path(cluster.setdefault(key, str(ours))) != ours:
+        if Path(str(cluster.setdefault(key, str(ours)))) != ours:
             raise ConfigError(f"cluster.{key} is {ours} on this cluster, not {cluster[key]}: remove it from the recipe")
     cluster["address"] = AUTO
     cluster.setdefault("roles", terms.roles.model_dump())
@@ -84,8 +84,10 @@ def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, rights: Rights, 
     if engines.get("backend") != "simulated":
         engines.setdefault("placement", "ray")
     storage = terms.directory(run_id).storage
-    rights.check_recipe(validated(copy.deepcopy(document), Path("recipe"), storage))
-    return resolve(rights.with_secrets(document), Path("recipe"), storage)
+    rights.check_recipe(validated(copy.deepcopy(document), Path("recipe"), storage), as_written=True)
+    config = validated(rights.with_secrets(absolute_paths(document, Path("recipe"))), Path("recipe"), storage)
+    rights.check_recipe(config)
+    return config
 
 
 def build_of(config: RunConfig) -> Build:
@@ -129,7 +131,8 @@ def create_run(config: RunConfig, directory: RunDirectory, submission: Submissio
     assert directory.shared is not None
     directory.shared.parent.mkdir(parents=True, exist_ok=True)
     lay_out(config, RunDirectory(path=directory.shared), allow=rights.check_tasks)
-    replace_file(directory.storage / SUBMISSION, orjson.dumps(asdict(submission)))
+    made = replace(submission, names_code=rights.caller.may_name_code)
+    replace_file(directory.storage / SUBMISSION, orjson.dumps(asdict(made)))
     directory.write_state()
     link_checkpoints(directory.path, directory.shared)
 

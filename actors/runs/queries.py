@@ -32,6 +32,7 @@ from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import Weights
+from headrace.buffer.tasks import load_tasks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.observer.mounted import PageAnswer, PageRequest
     from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
     from headrace.actors.runs.cluster_nodes import ClusterNodes
     from headrace.actors.runs.contract import NodeStatus
     from headrace.actors.runs.layout import ClusterTerms
@@ -117,7 +119,8 @@ class RunQueries(ResourceOwner):
     async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
         """See `RunsApi.add_engine`."""
         # The new engine is sent the key of those that the recipe attaches.
-        self._rights(run_id, caller).check_recipe(await asyncio.to_thread(reopened, self._directory(run_id)))
+        config = await asyncio.to_thread(reopened, self._directory(run_id))
+        await asyncio.to_thread(self._check, self._table.get(run_id), caller, config)
         return await self._change_engines(run_id, "add", url, timeout_s, caller)
 
     async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
@@ -137,7 +140,7 @@ class RunQueries(ResourceOwner):
         """See `RunsApi.trainer`."""
         directory = self._live(run_id)
         if isinstance(call, Weights) and call.path is not None:
-            self._rights(run_id, caller).check_folder("directory", call.path, directory.storage)
+            self._rights(self._table.get(run_id), caller).check_folder("directory", call.path, directory.storage)
         if (learner := self._learners.get(run_id)) is None:
             if (await asyncio.to_thread(reopened, directory)).learner.kind != "external":
                 raise RunRefused(f'run {run_id} trains by itself: only with learner.kind "external" it has a trainer')
@@ -183,8 +186,15 @@ class RunQueries(ResourceOwner):
                 self._quotas_problem = str(error)
         return self._last_quotas
 
-    def _rights(self, run_id: RunId, caller: Caller) -> Rights:
-        return Rights(owner=self._table.get(run_id).owner, caller=caller, quotas=self._quotas())
+    def _rights(self, record: RunRecord, caller: Caller) -> Rights:
+        return Rights(owner=record.owner, caller=caller, quotas=self._quotas())
+
+    def _check(self, record: RunRecord, caller: Caller, config: RunConfig) -> None:
+        """Check that a caller could have submitted a run as it is now. Blocks. Raises RoleTooSmall."""
+        rights, directory = self._rights(record, caller), self._terms.directory(record.run_id)
+        rights.check_recipe(config)
+        if not caller.may_name_code:
+            rights.check_tasks((*load_tasks(directory.train_tasks), *load_tasks(directory.heldout_tasks)))
 
     def _tell(self) -> None:
         """Wake everyone who waits for events."""

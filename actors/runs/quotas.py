@@ -64,10 +64,11 @@ class Quotas(Section):
 
     @model_validator(mode="after")
     def _secrets_are_no_data(self) -> Self:
-        secrets = self.secrets
+        secrets = self.secrets and self.secrets.resolve()
         for folder in {folder for quota in (self.default, *self.owners.values()) for folder in quota.folders}:
-            if secrets is not None and (secrets.is_relative_to(folder) or folder.is_relative_to(secrets)):
-                raise ValueError(f"folders has {folder}, where recipes could read {secrets} as data")
+            place = folder.resolve()
+            if secrets is not None and (secrets.is_relative_to(place) or place.is_relative_to(secrets)):
+                raise ValueError(f"folders has {folder}, where recipes could read {self.secrets} as data")
         return self
 
     def of(self, owner: str) -> Quota:

@@ -128,12 +128,14 @@ class Build:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """Request to run a recipe. `idempotency_key` is the client's: a repeated submission returns the same run."""
+    """Request to run a recipe. `idempotency_key` is the client's: a repeated submission returns the same run. In the
+    storage, `names_code` is that of the run (`RunRecord`); older versions wrote none."""
 
     name: str
     owner: str
     recipe: Recipe
     idempotency_key: str
+    names_code: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import logging
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, Self
@@ -109,7 +110,10 @@ class Runs(RunQueries, BeginsUnasked):
         known = {record.idempotency_key for record in self._table.runs(submission.owner)}
         nodes = await rollout_nodes(self._terms)
         rights = Rights(owner=submission.owner, caller=caller, quotas=quotas)
-        config = config_of(submission.recipe, self._terms, run_id, rights, rollout_nodes=len(nodes))
+        # In a thread: templates in a recipe are rendered while it is checked, which may take long.
+        config = await asyncio.to_thread(
+            partial(config_of, submission.recipe, self._terms, run_id, rights, rollout_nodes=len(nodes))
+        )
         build = build_of(config)
         refuse_oversized(submission.owner, build.demands, quotas)
         if submission.idempotency_key in known:
@@ -144,8 +148,12 @@ class Runs(RunQueries, BeginsUnasked):
         if recipe is None:
             config = await asyncio.to_thread(reopened, directory)
         else:
-            units = (await asyncio.to_thread(reopened, directory)).cluster.rollout_units
-            config = config_of(recipe, self._terms, run_id, self._rights(run_id, caller), rollout_nodes=units)
+            before = await asyncio.to_thread(reopened, directory)
+            await asyncio.to_thread(self._check, record, caller, before)
+            rights, units = self._rights(record, caller), before.cluster.rollout_units
+            config = await asyncio.to_thread(
+                partial(config_of, recipe, self._terms, run_id, rights, rollout_nodes=units)
+            )
             await check_cluster(config)
         build = build_of(config)
         refuse_oversized(record.owner, build.demands, self._quotas())
@@ -206,7 +214,8 @@ class Runs(RunQueries, BeginsUnasked):
         if any(record.run_id == run_id for record in self._table.runs()):
             record = self._table.requeue(run_id, build, now_s=time.time(), caller=RAY_USER)
         else:
-            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=RAY_USER)
+            caller = RAY_USER if submission.names_code else replace(RAY_USER, role=Role.OPERATE)
+            record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
         self._table.note(run_id, "recovered from the storage", now_s=time.time())
         self._plan()
         return record
@@ -263,7 +272,7 @@ class Runs(RunQueries, BeginsUnasked):
             config = await asyncio.to_thread(reopened, directory)
             role = Role.CODE if record.names_code else Role.OPERATE
             # What the operator allows may have changed since the run was submitted.
-            self._rights(run_id, Caller(owner=record.owner, role=role)).check_recipe(config)
+            await asyncio.to_thread(self._check, record, Caller(owner=record.owner, role=role), config)
             driver = RunDriver(
                 run_id,
                 config,

@@ -291,7 +291,7 @@ class RunsTable:
                 headrace_version=build.headrace_version,
                 demands=build.demands,
                 # Without a change, the recipe is that of another caller.
-                names_code=caller.may_name_code or (record.names_code and recipe is None),
+                names_code=record.names_code if recipe is None else caller.may_name_code,
             )
             return self._save(changed, f"resumed by {caller}", now_s)
 

@@ -186,7 +186,7 @@ async def _ask(name: str, config: ServiceConfig, url: str, session: aiohttp.Clie
     key = key_of(name, config)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        async with asyncio.timeout(CHECK_S), session.get(url, headers=headers) as response:
+        async with asyncio.timeout(CHECK_S), session.get(url, headers=headers, allow_redirects=False) as response:
             status = response.status
     except TimeoutError as error:
         raise ServiceDown(name, f"no answer within {CHECK_S:g} s") from error

@@ -35,7 +35,10 @@ class HttpEndpoint:
         """Return the decoded answer. Raises ServiceUnavailable, ServiceRefused."""
         headers = self._headers | {"Content-Type": "application/json"}
         try:
-            async with self._session.post(self.url, data=orjson.dumps(document), headers=headers) as response:
+            # Not where the service leads: the operator may have allowed its address only.
+            async with self._session.post(
+                self.url, data=orjson.dumps(document), headers=headers, allow_redirects=False
+            ) as response:
                 body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ServiceUnavailable(f"{self.url}: {type(error).__name__}: {error}") from error

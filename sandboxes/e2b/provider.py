@@ -170,6 +170,9 @@ class E2bProvider:
                 key = key_file.read_text(encoding="utf-8").strip()
             except OSError as error:
                 raise SecretRefused(f"api_key_file {key_file}: {error.strerror}") from error
+            if not key:
+                # The SDK would take the key in the environment, which is another account's.
+                raise SecretRefused(f"api_key_file {key_file}: it is empty; write the key to it")
         if key:
             options["api_key"] = key
         api_url = self._config.api_url or os.environ.get("E2B_API_URL", "")

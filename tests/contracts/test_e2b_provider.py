@@ -192,6 +192,10 @@ async def test_refusals_raise_typed_errors(provider: E2bProvider, config: E2bCon
         await wrong.list()
     with pytest.raises(SecretRefused):
         await E2bProvider(config.model_copy(update={"api_key_file": tmp_path / "missing"})).list()
+    # Not the key in the environment in its place.
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(SecretRefused, match="it is empty"):
+        await E2bProvider(config.model_copy(update={"api_key_file": tmp_path / "empty"})).list()
     nobody = E2bProvider(config.model_copy(update={"api_url": "http://127.0.0.1:9"}))
     with pytest.raises(ProviderUnreachable):
         await nobody.create(SandboxSpec())

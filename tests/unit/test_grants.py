@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -117,7 +118,7 @@ def check(recipe: dict[str, dict[str, Any]], allowed: Rights) -> RunConfig:
         ({"sandbox": {"provider": PART}}, r"sandbox\.provider .* e2b"),
         ({"learner": {"objective": PART}}, r"learner\.objective .* grpo"),
         ({"engines": {"sglang": {"python": "/tmp/python"}}}, r"engines\.sglang\.python"),
-        ({"engines": {"sglang": {"arguments": ["--a=1"]}}}, "has --a, which is not in"),
+        ({"engines": {"sglang": {"arguments": ["--a=1"]}}}, "has --a=1, which is not in"),
         (
             {"learner": {"slime": {"arguments": ["--custom-loss-path", "a.b"]}}},
             "--custom-loss-path",
@@ -191,9 +192,35 @@ def test_folders_hold_where_links_lead(tmp_path: Path) -> None:
         with pytest.raises(RoleTooSmall, match=r"model\.path"):
             check({"model": {"path": str(path)}}, allowed)
     check({"model": {"path": "miniature:echo"}}, rights())
-    for path in ("miniature:echo/../../../../root", f"{cache_folder()}/../../../root"):
+    for path in ("miniature:echo/../../../../root", f"{cache_folder()}/../../../root", "./miniature:x"):
         with pytest.raises(RoleTooSmall, match=r"model\.path"):
             check({"model": {"path": path}}, rights())
+    with pytest.raises(RoleTooSmall, match=r"tasks\.train"):
+        check({"tasks": {"train": ".", "heldout": "."}}, rights())
+
+
+def test_links_inside_a_folder_lead_nowhere_else(tmp_path: Path) -> None:
+    shop, secret = tmp_path / "data" / "shop", tmp_path / "secret"
+    shop.mkdir(parents=True)
+    secret.touch()
+    (tmp_path / "data" / "blob").touch()
+    (shop / "db.json").symlink_to(tmp_path / "data" / "blob")
+    recipe = {"environment": {"retail": {"data": str(shop)}}}
+    allowed = rights(folders=(tmp_path / "data",))
+    check(recipe, allowed)
+    (shop / "wiki.md").symlink_to(secret)
+    with pytest.raises(RoleTooSmall, match=r"environment\.retail\.data"):
+        check(recipe, allowed)
+
+
+def test_a_model_that_names_code_needs_the_role_with_slime(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"\\u0061uto_map": {"AutoConfig": "evil.Config"}}')
+    recipe = {"model": {"path": str(tmp_path)}, "learner": {"kind": "slime", "correction": "none"}}
+    recipe |= {"engines": {"device": "cuda"}, "push": {"transport": "disk"}}
+    with pytest.raises(RoleTooSmall, match="auto_map"):
+        check(recipe, rights(folders=(tmp_path,)))
+    (tmp_path / "config.json").write_text("{}")
+    check(recipe, rights(folders=(tmp_path,)))
 
 
 def test_secrets_are_those_of_the_owner(tmp_path: Path) -> None:
@@ -205,14 +232,20 @@ def test_secrets_are_those_of_the_owner(tmp_path: Path) -> None:
     recipe = {"services": {"x": SERVICE | {"key_file": "secret:alice"}}}
     allowed = Rights(owner="alice", caller=OPERATE, quotas=Quotas(secrets=tmp_path))
     config = check(recipe, allowed)
-    assert config.services["x"].key_file == tmp_path / "alice-key"
+    assert config.services["x"].key_file == tmp_path / "alice" / "alice"
     # The driver checks the configuration that is recorded.
     allowed.check_recipe(config)
-    for name in ("bob", "../bob/bob", "", "/etc/shadow"):
+    for name in ("bob", "wbe"):
         with pytest.raises(ConfigError, match=r"alice has no such secret \(alice\)"):
             check({"services": {"x": SERVICE | {"key_file": f"secret:{name}"}}}, allowed)
-    with pytest.raises(ConfigError, match=r"no such secret \(none\)"):
-        check(recipe, rights())
+    for name in ("../bob/bob", "", "/etc/shadow", "alice/../../bob/bob"):
+        for key_file in (f"secret:{name}", f"./secret:{name}", "./secret:alice", str(tmp_path / "bob" / "bob")):
+            with pytest.raises(RoleTooSmall, match="named as secret:NAME"):
+                check({"services": {"x": SERVICE | {"key_file": key_file}}}, allowed)
+            with pytest.raises(RoleTooSmall, match="named as secret:NAME"):
+                check({"sandbox": {"e2b": {"api_key_file": key_file}}}, allowed)
+        with pytest.raises(ConfigError, match=r"alice has no such secret \(alice\)"):
+            check({"engines": {"key_file": f"secret:{name}"}}, replace(allowed, caller=CODE))
 
 
 def test_the_folder_of_secrets_is_no_folder_of_data(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,10 @@ from headrace.actors.runs.records import (
     TRANSITIONS,
     ActualState,
     Build,
+    Caller,
     Demands,
     DesiredState,
+    Role,
     RunId,
     Submission,
 )
@@ -203,6 +206,35 @@ def test_a_resumed_run_is_the_last_in_the_queue(table: RunsTable) -> None:
     assert table.recipe(IDS[0]) == {"training": {"steps": 9}}
     # The first submission's key still means this run.
     assert table.submit(submission("r0", key="k0"), BUILD, run_id=IDS[2], now_s=4.0, caller=RAY_USER).run_id == IDS[0]
+
+
+def test_only_who_sets_the_recipe_gives_a_run_rights(table: RunsTable) -> None:
+    operate, code = (Caller(owner="alice", role=role, key="k") for role in (Role.OPERATE, Role.CODE))
+    assert not table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0, caller=operate).names_code
+    for caller, recipe, expected in (
+        (code, None, False),
+        (code, {"training": {"steps": 2}}, True),
+        (operate, None, True),
+        (operate, {"training": {"steps": 3}}, False),
+    ):
+        lead(table, IDS[0], ActualState.STARTING, ActualState.FAILED)
+        resumed = table.requeue(IDS[0], BUILD, now_s=2.0, caller=caller, recipe=recipe)
+        assert resumed.names_code is expected
+        assert table.get(IDS[0]) == resumed
+
+
+def test_runs_of_a_table_without_roles_keep_what_they_name(tmp_path: Path) -> None:
+    table = RunsTable.open(tmp_path)
+    operate = Caller(owner="alice", role=Role.OPERATE)
+    table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0, caller=operate)
+    table.close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        database.execute("ALTER TABLE runs DROP COLUMN names_code")
+        database.execute("PRAGMA user_version = 1")
+    table = RunsTable.open(tmp_path)
+    assert table.get(IDS[0]).names_code
+    assert table.submit(submission("b", key="k2"), BUILD, run_id=IDS[1], now_s=2.0, caller=operate).names_code is False
+    table.close()
 
 
 @pytest.mark.parametrize("state", [state for state in ActualState if state not in RESUMABLE])

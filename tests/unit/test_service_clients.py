@@ -54,6 +54,15 @@ async def test_both_forms_of_passages_are_read(scored: bool) -> None:
     assert service.requests == [{"queries": ["who"], "topk": 2, "return_scores": True}]
 
 
+async def test_a_redirect_is_not_followed() -> None:
+    target = ScriptedService(json(FOUND))
+    async with target.served() as url:
+        service = ScriptedService(json({}, 307, Location=f"{url}/retrieve"))
+        with pytest.raises(ServiceDown, match="answered 307"):
+            await retrieved(service)
+    assert target.requests == []
+
+
 async def test_without_queries_no_request_is_sent() -> None:
     service = ScriptedService(json(FOUND))
     async with one_client(service) as clients:
