@@ -193,7 +193,8 @@ async def test_the_driver_of_a_cluster_says_once_what_waits_and_uses_one_restart
 @pytest.mark.timeout(OUTAGE_S + 600)
 @pytest.mark.parametrize("name", ["state", "storage", "sandboxes", "trajectories"])
 def test_ten_minutes_without_space_use_up_one_restart(run: SpreadRun, name: str) -> None:
-    change(run.directory.path, [f"training.steps={LONG}"])
+    # Ray and the service start again while other tests run.
+    change(run.directory.path, [f"training.steps={LONG}", "cluster.absent_s=60", "service.stall_s=120"])
     with rig.start_driver("resume", str(run.directory.path), "--restarts", "1") as driver:
         assert driver.stderr is not None
         until_step(run.directory, 2)
