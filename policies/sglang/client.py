@@ -3,8 +3,8 @@
 Invariants:
 - Every call has a deadline and raises only EngineError. If a caller is cancelled, its generation is aborted on the
   server.
-- Requests that would kill an SGLang server are refused here: an id outside the vocabulary, a flush within an update,
-  and an update from an unknown group (0.5.15).
+- Requests that would kill an SGLang server are refused here: an id outside the vocabulary, a flush within an update, an
+  update from an unknown group (0.5.15), releasing memory while requests run, or resuming memory twice.
 - The server's dialect is read once; a generation needs it only if a reply lacks version spans.
 """
 
@@ -109,6 +109,7 @@ class SGLangEngine:
         self._config = config
         self._known_dialect: Dialect | None = None
         self._pause_mode: PauseMode | None = None
+        self._released = False
         self._groups: set[str] = set()
 
     @property
@@ -280,6 +281,22 @@ class SGLangEngine:
     async def flush(self) -> None:
         """Flush all cached keys and values. Raises FlushRefused while requests are using any."""
         await self._transport.call("POST", "/flush_cache", {})
+
+    async def release_memory(self) -> None:
+        """Release the memory of weights and cache until `resume_memory`; their contents are lost. Raises RequestInvalid
+        if the engine was not paused by retract or abort: a server with running requests would crash."""
+        if self._released or self._pause_mode not in (PauseMode.RETRACT, PauseMode.ABORT):
+            raise RequestInvalid(f"{self.engine_id}: pause it by retract or abort, then release its memory once")
+        await self._transport.call("POST", "/release_memory_occupation", {})
+        self._released = True
+
+    async def resume_memory(self) -> None:
+        """Allocate the memory again; weights must be sent next. Raises RequestInvalid if this client did not release
+        it, because the server would crash."""
+        if not self._released:
+            raise RequestInvalid(f"{self.engine_id}: this client did not release its memory")
+        await self._transport.call("POST", "/resume_memory_occupation", {})
+        self._released = False
 
     async def checksums(self) -> dict[str, str]:
         """Return checksums, keyed by the server's own parameter names. SGLang's can only be compared among engines of
