@@ -149,7 +149,7 @@ async def test_requests_without_a_key_and_oversized_forms_are_refused(tmp_path: 
         assert "has no page" in nothing.document["error"]["message"]
         unknown = await rig.call("GET", f"/v1/runs/{run}/page/static/no.js", key="")
         assert (unknown.status, unknown.code) == (404, "route_unknown")
-    assert len(KEYS) == 4
+    assert len(KEYS) == 5
 
 
 async def test_a_stream_of_events_ends_with_its_first_event(tmp_path: Path, run_folder: Path) -> None:

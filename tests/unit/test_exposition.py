@@ -348,10 +348,14 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     log = MetricsLog(path)
     records = NewestRecords(path, ("stall",))
     log.append(StallMetric(ended=False, reason="first"), time_s=1.0)
-    log.write([b"\x00\xff not json\n", b"[1]\n", b'{"kind": 7}\n', b'{"kind":"stall","time_s":2,"ended":true,'])
+    log.write([b"\x00\xff not json\n", b"[1]\n", b'{"kind": 7}\n'])
+    # A reader may see the first half of a line that is being written; a writer never continues a torn one.
+    with path.open("ab") as file:
+        file.write(b'{"kind":"stall","time_s":2,"ended":true,')
     records.update()
     assert (records.newest["stall"]["reason"], records.bad_lines) == ("first", 3), "the last line is not whole yet"
-    log.write([b'"reason":"second"}\n'])
+    with path.open("ab") as file:
+        file.write(b'"reason":"second"}\n')
     records.update()
     assert (records.newest["stall"]["reason"], records.bad_lines) == ("second", 3)
 
