@@ -6,8 +6,8 @@ sandbox.
 Invariants:
 - Only folders, regular files and symbolic links are copied, owned by root, without write and setuid permissions, and
   nothing is read or written outside the two paths.
-- A path that leads through a symbolic link, holds more than `max_bytes` or cannot be unpacked is refused, because only
-  the agent can have caused it.
+- A path that leads through a symbolic link, or holds more than `max_bytes`, is refused, because only the agent can have
+  caused it. So is one that cannot be unpacked where an empty archive can.
 - Nothing that the frozen sandbox prints is trusted; the archive is read with Python's tarfile, and nothing is unpacked
   on this host.
 """
@@ -23,13 +23,14 @@ import shlex
 import tarfile
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SpecRefused
+from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxFileError, SpecRefused
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.base import FrozenMount, Sandbox
+    from headrace.sandboxes.base import ExecResult, FrozenMount, Sandbox
 
 KILL_TIMEOUT_S: Final = 60.0
 COPY_TIMEOUT_S: Final = 300.0
+_EMPTY_TAR: Final = bytes(tarfile.RECORDSIZE)
 _REFUSED: Final = 3
 _SYSTEM_FOLDERS: Final = frozenset(("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "usr"))
 
@@ -87,15 +88,25 @@ async def copy_frozen(source: Sandbox, target: Sandbox, mount: FrozenMount, *, m
         reason = result.stderr.decode(errors="replace").strip()[:200]
         raise FrozenPathRefused(f"frozen path {mount.path!r}: {reason}")
     archive = filtered(result.stdout, folder, max_bytes=max_bytes, truncated=result.truncated)
+    if (await _unpack(target, archive, folder)).exit_code == 0:
+        return
+    empty = await _unpack(target, _EMPTY_TAR, folder)
+    if empty.exit_code != 0:
+        raise SandboxFileError(f"frozen data cannot be unpacked: {empty.stderr.decode(errors='replace')[:500]}")
+    again = await _unpack(target, archive, folder)
+    if again.exit_code != 0:
+        reason = again.stderr.decode(errors="replace")[:500]
+        raise FrozenPathRefused(f"frozen path {mount.path!r}: cannot be unpacked: {reason}")
+
+
+async def _unpack(target: Sandbox, archive: bytes, folder: str) -> ExecResult:
+    """Unpack an archive whose members are below `folder`."""
     place = f"/tmp/.headrace-{secrets.token_hex(16)}"
     await target.write(place, archive)
-    unpack = (
+    command = (
         f"mkdir -p {shlex.quote(folder)} && tar -xpf {place} -C / --no-same-owner; code=$?; rm -f {place}; exit $code"
     )
-    unpacked = await target.exec(unpack, user="root", cwd="/", timeout_s=COPY_TIMEOUT_S)
-    if unpacked.exit_code != 0:
-        reason = unpacked.stderr.decode(errors="replace")[:500]
-        raise FrozenPathRefused(f"frozen path {mount.path!r}: cannot be unpacked: {reason}")
+    return await target.exec(command, user="root", cwd="/", timeout_s=COPY_TIMEOUT_S)
 
 
 def filtered(encoded: bytes, folder: str, *, max_bytes: int, truncated: bool = False) -> bytes:
