@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.actors.errors import DiskFull
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from headrace.actors.record.run_directory import RunDirectory
@@ -43,9 +43,14 @@ def full_folders(directory: RunDirectory, min_free_bytes: int, *, shared: bool =
 
 
 def lacks_space(directory: RunDirectory, min_free_bytes: int) -> str:
+    """Return `missing_space` for all folders of a run. Blocks while the storage hangs."""
+    return missing_space(full_folders(directory, min_free_bytes), min_free_bytes)
+
+
+def missing_space(full: Mapping[str, Path], min_free_bytes: int) -> str:
     """Return which folder that a run cannot do without is on a full disk, and what waits for space; empty if none is.
-    Blocks while the storage hangs."""
-    for name, folder in full_folders(directory, min_free_bytes).items():
+    `full` are the `full_folders`."""
+    for name, folder in full.items():
         if name != "logs":
             return (
                 f"the disk of {folder} ({name}) has less than service.min_free_bytes ({min_free_bytes >> 20} MiB) "

@@ -30,7 +30,7 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.absences import OF_ACTORS, Absences
 from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.disk_space import WAITING, full_folders, lacks_space
+from headrace.actors.record.disk_space import WAITING, full_folders, missing_space
 from headrace.actors.record.housekeeping import EVERY_S, keep_house
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog
 from headrace.actors.record.run_directory import identity_of, read_configuration
@@ -380,7 +380,7 @@ class ServiceParts(GuardedActors):
                 make_room(self._directory.path / FOLDER, wanted - free_bytes)
         full = full_folders(self._directory, wanted, shared=False)
         if "state" in full:
-            raise DiskFull(lacks_space(self._directory, wanted))
+            raise DiskFull(missing_space(full, wanted))
         # Those end the run only if something fails because of them.
         for name, folder in (self._full | full).items():
             change = self._absences.lost if name in full else self._absences.back
