@@ -166,7 +166,8 @@ async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) ->
     async def collect(untouched: bool) -> Patch:
         spec = clean_spec(request.task) if untouched else spec_with_data(request)
         async with sandboxes.clean(spec) as sandbox:
-            await sandbox.write_many(await task_files(request.task) if untouched else {})
+            if untouched:
+                await sandbox.write_many(await task_files(request.task))
             return await collect_patch(request.task, sandbox)
 
     try:
