@@ -127,6 +127,8 @@ class LogFile(logging.Handler):
         self._events = events
         self._file = RotatingFile(path, retention, keep_bytes=retention.log_bytes)
         self._dropped = 0
+        self._has_folder = False
+        """The folder existed when the last event was written."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -137,12 +139,13 @@ class LogFile(logging.Handler):
         if self._dropped:
             event["dropped"] = self._dropped
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._has_folder:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
             is_full = self._file.write(orjson.dumps(event) + b"\n")
         except OSError:
-            self._dropped += 1
+            self._dropped, self._has_folder = self._dropped + 1, False
             return
-        self._dropped = 0
+        self._dropped, self._has_folder = 0, True
         if is_full:
             # The file continues to grow, and the next event tries again.
             with suppress(OSError):
