@@ -157,10 +157,9 @@ class Rights:
             return f"is not below a folder of `folders` ({_listed(grant.folders)})"
         if tuple(pattern.split(".")) in SECRETS:
             # Whether it exists is checked when it is replaced (`with_secrets`).
-            is_named = as_written and _SECRET.fullmatch(str(value))
-            return (
-                "" if is_named or value in self._secrets().values() else "is a file; a secret is named as secret:NAME"
-            )
+            if (as_written and _SECRET.fullmatch(str(value))) or value in self._secrets().values():
+                return ""
+            return "is a file; a secret is named as secret:NAME"
         if pattern in FLAGS:
             given = [word for word in value if word.startswith("-") and not _NUMBER.fullmatch(word)]
             if unlisted := [flag for flag in (*given, *value[:1]) if flag.partition("=")[0] not in grant.flags]:

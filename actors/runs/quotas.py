@@ -45,13 +45,13 @@ class Quota(Section):
     """Rollouts in flight of all these runs."""
     engines: Limit = None
     folders: tuple[Folder, ...] = ()
-    """Folders that have models, tasks and corpora."""
+    """Folders with models, tasks and the data of environments."""
     parts: tuple[str, ...] = ()
     """Import paths of agents, environments, providers, services, objectives and evaluators."""
     flags: tuple[str, ...] = ()
     """Flags of slime, Megatron and SGLang."""
     urls: tuple[str, ...] = ()
-    """URLs, and beginnings of paths below them, to which nodes may send credentials in their environment."""
+    """URLs to which nodes may send credentials of their environment, and to all paths below them."""
 
 
 class Quotas(Section):

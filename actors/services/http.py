@@ -35,7 +35,7 @@ class HttpEndpoint:
         """Return the decoded answer. Raises ServiceUnavailable, ServiceRefused."""
         headers = self._headers | {"Content-Type": "application/json"}
         try:
-            # Not where the service leads: the operator may have allowed its address only.
+            # A redirect could have this node ask for its own credentials, and quote them in an error.
             async with self._session.post(
                 self.url, data=orjson.dumps(document), headers=headers, allow_redirects=False
             ) as response:
