@@ -55,7 +55,7 @@ INCARNATION: Final = "incarnation"
 has begun."""
 KNOW_S: Final = 5.0
 SPACE_S: Final = 5.0
-"""Interval between two looks whether a full disk has space again."""
+"""Interval between two checks for free space while a disk is full."""
 SWEEP_S: Final = 60.0
 """Time limit for the removal of what an ended run left; the sweep of `runs` repeats it."""
 ADOPTION_S: Final = 120.0
@@ -98,7 +98,7 @@ def restore_marked(directory: RunDirectory, say: Callable[[str], object]) -> Non
 
 
 def ended_by(error: Exception) -> Ending:
-    """Return how a try ended that this error ended."""
+    """Return the ending of a try that failed with this error."""
     code, reason = exit_code_of_run(error), f"{type(error).__name__}: {error}"
     return Ending(state=ActualState.FAILED, exit_code=code, reason=reason, is_transient=code == EXIT_TRANSIENT)
 

@@ -96,8 +96,8 @@ class Rights:
         return self.quotas.of(self.owner)
 
     def check_recipe(self, config: RunConfig, *, as_written: bool = False) -> None:
-        """Check what a recipe names; `as_written` its paths are not absolute yet, and secrets have their names. Raises
-        RoleTooSmall."""
+        """Check what a recipe names. With `as_written`, its paths are not absolute yet and secrets have their names.
+        Raises RoleTooSmall."""
         if self.caller.may_name_code:
             return
         sources = {f"{KEY}.{name}." if name else "": own for name, own in config.by_source().items()}
