@@ -8,10 +8,8 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headrace.buffer.types import Row, Trajectory
+from headrace.buffer.types import Row, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
+import numpy.typing as npt
 
 KindRuns: TypeAlias = tuple[tuple[int, int], ...]
 """Pairs of a kind and the number of consecutive tokens that have it; neighbours differ in kind."""

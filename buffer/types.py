@@ -9,25 +9,20 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NewType
+from typing import NewType
 
 import numpy as np
+import numpy.typing as npt
 
+from headrace.buffer.breakdown import Breakdown
+from headrace.buffer.step_scores import StepScores, TurnAdvantages
 from headrace.buffer.task_parts import MAX_REWARD as MAX_REWARD
-from headrace.buffer.token_kinds import from_runs, to_runs
+from headrace.buffer.tasks import TaskId
+from headrace.buffer.token_kinds import KindRuns, from_runs, to_runs
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-
-    from headrace.buffer.breakdown import Breakdown
-    from headrace.buffer.step_scores import StepScores, TurnAdvantages
-    from headrace.buffer.tasks import TaskId
-    from headrace.buffer.token_kinds import KindRuns
 
 GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)

@@ -10,15 +10,13 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import NewType, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.types import VersionSpan
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.types import VersionSpan
+from headrace.buffer.versions import PolicyVersion
 
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)

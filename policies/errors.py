@@ -30,12 +30,9 @@ Invariant: nothing here imports torch, aiohttp or any other heavy library.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.types import RolloutId
+from headrace.buffer.types import RolloutId
 
 
 class PolicyError(Exception):

@@ -9,15 +9,13 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.buffer.types import Batch, CheckpointRef, StepReport
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.versions import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,18 +9,16 @@ Invariants of every provider:
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NewType, NoReturn, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Final, NewType, NoReturn, Protocol, runtime_checkable
 
 from headrace.sandboxes.errors import Unsupported
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
 
 SandboxId = NewType("SandboxId", str)
 ImageRef = NewType("ImageRef", str)

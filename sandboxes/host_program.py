@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _ERROR_BYTES: Final = 2000
 

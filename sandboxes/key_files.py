@@ -13,13 +13,11 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.errors import SecretRefused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHORTEST: Final = 16
 LONGEST: Final = 1 << 20

@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from e2b import CommandExitException, Sandbox
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REPOSITORY = {
     "/workspace/repo/add.sh": "add() { echo $(($1 - $2)); }\n",

@@ -6,12 +6,9 @@ Imports for type checkers and those inside functions count like all others: a re
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+from pathlib import Path
 
 ORDER: dict[str, tuple[str, ...]] = {
     "sandboxes": (

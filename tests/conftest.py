@@ -5,20 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis  # imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
 import pytest
 
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from support.chat_templates import FAT, QWEN3
 from support.tiny_model import write_tiny_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from headrace.sandboxes.base import Sandbox, SandboxProvider
 
 # A busy machine is no defect: neither an example nor its drawing has a clock.
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

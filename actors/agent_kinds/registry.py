@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias
 
 from headrace.actors.agent_kinds.config import AgentKind, AgentSection
+from headrace.actors.agents.agent import Agent
 from headrace.actors.agents.claude_code import ClaudeCode
 from headrace.actors.agents.codex import Codex
 from headrace.actors.agents.immediate import ImmediateAgent
@@ -12,6 +14,7 @@ from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
+from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.agents.simulated import SimulatedAgent
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.environments.registry import make_environment
@@ -22,16 +25,9 @@ from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.judge import check_judge
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind
+from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, Task
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from headrace.actors.agents.agent import Agent
-    from headrace.actors.agents.shell import ShellAgentConfig
-    from headrace.buffer.tasks import Task
-
-    MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
+MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 
 
 def make_agent(section: AgentSection, environment: EnvironmentSection | None = None) -> Agent:

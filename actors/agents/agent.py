@@ -11,17 +11,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from headrace.actors.services.service import NO_SERVICES
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import Chat
-    from headrace.actors.evaluation.rewards import Judgement
-    from headrace.actors.evaluation.verdict import EpisodeRecord
-    from headrace.actors.services.service import Services
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import HostFolder, Sandbox
+from headrace.actors.chat import Chat
+from headrace.actors.evaluation.rewards import Judgement
+from headrace.actors.evaluation.verdict import EpisodeRecord
+from headrace.actors.services.service import NO_SERVICES, Services
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import HostFolder, Sandbox
 
 
 class StopReason(StrEnum):

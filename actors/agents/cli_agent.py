@@ -19,23 +19,20 @@ import asyncio
 import json
 import shlex
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
 from headrace.actors.agents.installation import installed_folder
+from headrace.buffer.tasks import Task
 from headrace.sandboxes.base import HostFolder, HostPort, Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from headrace.buffer.tasks import Task
 
 FOLDERS: Final = "/opt/headrace/agents"
 """Parent folder of the mount points of installed agents in sandboxes."""

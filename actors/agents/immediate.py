@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-
-if TYPE_CHECKING:
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import HostFolder, Sandbox
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import HostFolder, Sandbox
 
 
 class ImmediateAgent:

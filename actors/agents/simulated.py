@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,12 +24,9 @@ from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict, Task
 from headrace.policies.errors import EngineUnavailable
+from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.sandboxes.errors import SandboxGone
 from headrace.sandboxes.simulated.attached import AttachedSandbox
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import HostFolder, Sandbox
-
 
 COMMAND_S = 10.0
 TOOL_CPUS = 0.5

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.actors.cli.output import Json  # noqa: TC001 - typer reads the annotations
+from headrace.actors.cli.output import Json
 from headrace.actors.cli.remote_nodes import leave_node, show_nodes
 from headrace.actors.cli.remote_runs import (
     Address,

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.errors import ConfigError, StartFailed
 from headrace.actors.runtime.nodes import NAMESPACE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEFAULT_TOKEN_FILE: Final = Path(".ray/auth_token")
 """Below the home directory; Ray reads it without being told."""

@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Callable
+from typing import Final, NoReturn
 
 from headrace.buffer.core.outages import utc
 from headrace.buffer.primitives.daemon_thread import start_in_thread
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EVERY_S: Final = 10.0
 """Interval between two calls."""

@@ -12,18 +12,15 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.cluster.checks import Node, NodeFacts, Versions
 from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.nodes import ROLE_LABEL
 from headrace.actors.version import RUNNING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HEAD_RESOURCE: Final = "node:__internal_head__"
 PROBE_TIMEOUT_S: Final = 60.0

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -31,21 +31,15 @@ from headrace.actors.control.bodies import (
     unknown_run,
     whole_number,
 )
-from headrace.actors.control.keys import digest_of
+from headrace.actors.control.keys import KeyFile, digest_of
 from headrace.actors.control.pages import RunPages
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.observer.mounted import ANSWER_S
-from headrace.actors.runs.contract import LEAVE_S
-from headrace.actors.runs.records import Role, Submission
+from headrace.actors.runs.contract import LEAVE_S, EventPage, RunsApi
+from headrace.actors.runs.records import Caller, Role, RunId, RunRecord, Submission
 from headrace.actors.runtime.event_stream import POLL_S, event_stream
-from headrace.actors.training.trainer_calls import Commit, Release, Take, Weights
-
-if TYPE_CHECKING:
-    from headrace.actors.control.keys import KeyFile
-    from headrace.actors.runs.contract import EventPage, RunsApi
-    from headrace.actors.runs.records import Caller, RunId, RunRecord
-    from headrace.actors.training.trainer_calls import TrainerCall
+from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall, Weights
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -27,15 +27,11 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.control.refusals import error_of
-from headrace.actors.engine_group.members_file import engine_status
+from headrace.actors.engine_group.members_file import EngineStatus, engine_status
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
-from headrace.actors.runs.records import run_event, run_record
+from headrace.actors.runs.records import Recipe, RunEvent, RunRecord, run_event, run_record
 from headrace.actors.runtime.event_stream import AGAIN_S, END, POLL_S
-
-if TYPE_CHECKING:
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
 PATIENCE_S: Final = 120.0
 """Default time for which the API may be away: a head with Redis is back after 30 to 60 s, its API 15 s later."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 
 from headrace.actors.control.app import make_app
+from headrace.actors.control.arguments import ControlArguments
 from headrace.actors.control.finder import RunsFinder
 from headrace.actors.control.keys import KeyFile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fastapi import FastAPI
     from ray.serve import Application
-
-    from headrace.actors.control.arguments import ControlArguments
 
 MAX_REQUESTS: Final = 1000
 """Concurrent requests of a replica; every stream of events is one (Serve's default is 5)."""

@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 from headrace.actors.errors import ActorLost, RunsMissing
-from headrace.actors.runs.contract import ACTOR_NAME
+from headrace.actors.runs.contract import ACTOR_NAME, RunsApi
 from headrace.actors.runtime.nodes import NAMESPACE
 from headrace.actors.runtime.runtime import ActorProxy
-
-if TYPE_CHECKING:
-    from headrace.actors.runs.contract import RunsApi
 
 LOOK_UP_S: Final = 5.0
 

@@ -14,14 +14,12 @@ import os
 import re
 import stat
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.runs.records import Caller, Role
 from headrace.actors.runs.table import NAME
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _LONGEST_FILE: Final = 1 << 20

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import parse_qs
 
@@ -22,18 +23,13 @@ from headrace.actors.control.keys import digest_of
 from headrace.actors.control.refusals import Refusal
 from headrace.actors.observer.access import HEADERS
 from headrace.actors.observer.login import Secret, local_path, login_form
-from headrace.actors.observer.mounted import PageRequest
+from headrace.actors.observer.mounted import PageAnswer, PageRequest
 from headrace.actors.observer.rendering import make_environment
 from headrace.actors.observer.static_files import static_files
-from headrace.actors.runs.records import Role
+from headrace.actors.runs.records import Caller, Role, RunId
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
     from fastapi import Request
-
-    from headrace.actors.observer.mounted import PageAnswer
-    from headrace.actors.runs.records import Caller, RunId
 
     Ask = Callable[[RunId, PageRequest], Awaitable[PageAnswer]]
 

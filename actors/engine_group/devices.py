@@ -15,16 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.engine_group.config import EnginesConfig, Placement
 from headrace.actors.engine_group.registry import address
 from headrace.actors.errors import ConfigError
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.policies.processes.engine_keys import is_loopback
-
-if TYPE_CHECKING:
-    from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushConfig
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 

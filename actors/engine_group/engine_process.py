@@ -9,14 +9,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.errors import ActorLost
-
-if TYPE_CHECKING:
-    from headrace.actors.engine_group.host import EngineHost
-    from headrace.actors.runtime.runtime import RayRuntime
-    from headrace.policies.processes.server_process import ServerProcess
+from headrace.actors.runtime.runtime import RayRuntime
+from headrace.policies.processes.server_process import ServerProcess
 
 ASK_HOST_S = 10.0
 """Time limit for an engine's actor to report that it is alive."""

@@ -15,7 +15,9 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import aiohttp
 
 from headrace.actors.engine_group.config import EnginesConfig, Placement
 from headrace.actors.engine_group.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
@@ -28,15 +30,9 @@ from headrace.actors.runtime.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
+from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.client import EngineLoad, SGLangConfig, SGLangEngine
 from headrace.policies.tokens.model_keys import read_vocabulary_size
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import aiohttp
-
-    from headrace.policies.push.contract import PushConfig
 
 logger = logging.getLogger(__name__)
 

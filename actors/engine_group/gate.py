@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
 
+from headrace.actors.engine_group.registry import EngineRegistry
 from headrace.actors.errors import ActorLost
+from headrace.actors.places.gateway import GatewayActor
+from headrace.policies.engine import EngineId, RequestId
 from headrace.serve.gateway.gateway import GatewayStats
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.actors.places.gateway import GatewayActor
-    from headrace.policies.engine import EngineId, RequestId
-    from headrace.serve.gateway.routing import RoutingTable
+from headrace.serve.gateway.routing import RoutingTable
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 import aiohttp
 
@@ -37,27 +39,21 @@ from headrace.actors.engine_group.pusher import Publisher, Pusher
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
-from headrace.actors.runtime.runtime import node_address
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.metrics import MetricsWriter
+from headrace.actors.runtime.runtime import RayRuntime, node_address
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
+from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
+from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.sandboxes.key_files import make_key
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from headrace.actors.places.gateway import GatewayActor
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.record.metrics import MetricsWriter
-    from headrace.actors.runtime.runtime import RayRuntime
-    from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.push.contract import PushConfig
 
 logger = logging.getLogger(__name__)
 

@@ -33,20 +33,20 @@ import aiohttp
 import orjson
 
 from headrace.actors.engine_group.config import check_url
+from headrace.actors.engine_group.fleet import Fleet, Member
+from headrace.actors.engine_group.gate import GatewayGate
+from headrace.actors.engine_group.journal import BrokenPush
+from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
 from headrace.policies.push.resuming import resume
+from headrace.policies.sglang.client import SGLangEngine
 from headrace.policies.sglang.transport import authorization
 from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.fleet import Fleet, Member
-    from headrace.actors.engine_group.gate import GatewayGate
-    from headrace.actors.engine_group.journal import BrokenPush
-    from headrace.actors.engine_group.members_file import EngineStatus, Roster
     from headrace.actors.engine_group.pusher import Pusher
-    from headrace.policies.sglang.client import SGLangEngine
 
 SILENT_CALLS = 8
 """Number of consecutive turns that an engine leaves unanswered, along with their aborts, before it fails: such an

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.runtime.resources import ResourceOwner
@@ -18,8 +19,6 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.actors.engine_group.config import EnginesConfig
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -24,14 +25,10 @@ from headrace.buffer.primitives.durable_files import append_line, write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
+from headrace.policies.push.contract import PushReport
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import ORDER, Phase, Step
 from headrace.serve.observing.retention import RetentionConfig, RotatingFile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from headrace.policies.push.contract import PushReport
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.buffer.primitives.durable_files import write_private
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.policies.engine import EngineId
-
+from headrace.policies.engine import EngineId
 
 logger = logging.getLogger(__name__)
 

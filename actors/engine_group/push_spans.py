@@ -6,24 +6,18 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode
 
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
+from headrace.policies.push.contract import Journal, PushReport
+from headrace.policies.push.machine import Step
 from headrace.serve.observing import span_names as names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from opentelemetry.trace import Span
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId
-    from headrace.policies.push.contract import Journal, PushReport
-    from headrace.policies.push.machine import Step
 
 tracer = trace.get_tracer("headrace.actors.engine_group.push_spans")
 

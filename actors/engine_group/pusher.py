@@ -16,32 +16,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from headrace.actors.engine_group.fleet import Fleet
+from headrace.actors.engine_group.gate import GatewayGate
+from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import Roster
 from headrace.actors.engine_group.push_spans import push_span
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
+from headrace.actors.record.metrics import MetricsWriter
 from headrace.actors.record.push_costs import push_record
 from headrace.actors.runtime.recording import record
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
+from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
+from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.engine_group.fleet import Fleet
-    from headrace.actors.engine_group.gate import GatewayGate
-    from headrace.actors.engine_group.journal import PushJournal
-    from headrace.actors.record.metrics import MetricsWriter
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, EngineInfo
-    from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
-    from headrace.policies.push.directories import SnapshotDirectories
-    from headrace.policies.push.sender import Senders
+from headrace.policies.push.sender import Senders
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId
 
 REMEMBERED = 16
 """Number of engines that are gone but still listed."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import orjson
 
@@ -23,10 +25,6 @@ from headrace.actors.errors import EngineGroupError
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import PolicyError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
 ANSWERED = ".done.json"
 LOOK_S = 0.2

@@ -12,22 +12,17 @@ from __future__ import annotations
 import math
 import re
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from headrace.actors.chat import ChatTool
-from headrace.actors.environments.environment import BASH, DONE, RUN, Observation, ObservationPart, PartKind
+from headrace.actors.chat import ChatMessage, ChatTool
+from headrace.actors.environments.environment import BASH, DONE, RUN, Action, Observation, ObservationPart, PartKind
 from headrace.buffer.task_parts import least
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.chat import ChatMessage
-    from headrace.actors.environments.environment import Action
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 
 ACTIONS: Final = frozenset({RUN, BASH, DONE})
 TIMEOUT_EXIT_CODE: Final = 124

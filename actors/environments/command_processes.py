@@ -10,10 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox
+from headrace.sandboxes.base import Sandbox
 
 _TIMEOUT_S: Final = 10.0
 _SCRIPT: Final = r"""

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage, ChatTool
-    from headrace.actors.evaluation.verdict import Verdict
-    from headrace.actors.services.service import Services
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+from headrace.actors.chat import ChatMessage, ChatTool
+from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.services.service import Services
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 
 Clock: TypeAlias = Callable[[], float]
 """Monotonic time in seconds."""

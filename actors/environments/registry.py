@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias
 
 from headrace.actors.environments.config import EnvironmentKind, EnvironmentSection
+from headrace.actors.environments.environment import Environment
 from headrace.actors.environments.retail.environment import RetailEnvironment
 from headrace.actors.environments.search import SearchEnvironment
 from headrace.actors.environments.shell import ShellEnvironment
 from headrace.actors.environments.terminal import TerminalEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind
+from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, Task
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from headrace.actors.environments.environment import Environment
-    from headrace.buffer.tasks import Task
-
-    MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
+MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
 
 
 WITHOUT_FILES: Final = (*OF_EPISODES, EvaluatorKind.PLUGIN, EvaluatorKind.NONE)

@@ -8,27 +8,25 @@ Invariants:
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.environments.environment import (
     ANSWER,
     SEARCH,
     Action,
+    Clock,
     EpisodeEnd,
     Observation,
     ObservationPart,
     PartKind,
     observed,
 )
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage, ChatTool
-    from headrace.actors.environments.environment import Clock
-    from headrace.actors.services.service import Passage, Retriever, Services
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+from headrace.actors.services.service import Passage, Retriever, Services
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 
 _TITLED: Final = re.compile(r'\s*"(.*?)"\s*\n(.*)', re.DOTALL)
 

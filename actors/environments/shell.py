@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import Field
 
@@ -21,14 +21,11 @@ from headrace.actors.environments.command_actions import (
     limited,
     refused,
 )
-from headrace.actors.environments.environment import DONE, EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import DONE, Action, Clock, EpisodeEnd, Observation, observed
+from headrace.actors.services.service import Services
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
-
-if TYPE_CHECKING:
-    from headrace.actors.environments.environment import Action, Clock
-    from headrace.actors.services.service import Services
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 ENDS_WITH_EXIT: Final = r"(?:^|[;&|\s])exit\s*$"
 """Matches command lines whose last word is `exit`."""

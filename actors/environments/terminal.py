@@ -11,30 +11,27 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pydantic import Field
 
 from headrace.actors.environments.command_actions import (
     ACTIONS,
     ActionRefused,
+    Command,
     CommandConfig,
     CommandEpisode,
     command_of,
     limited,
     refused,
 )
-from headrace.actors.environments.environment import DONE, EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import DONE, Action, Clock, EpisodeEnd, Observation, observed
 from headrace.actors.environments.terminal_shell import Ran, ShellNotStarted, TerminalShell
 from headrace.actors.environments.terminal_text import cut_text
+from headrace.actors.services.service import Services
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
-
-if TYPE_CHECKING:
-    from headrace.actors.environments.command_actions import Command
-    from headrace.actors.environments.environment import Action, Clock
-    from headrace.actors.services.service import Services
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 TIMEOUT_CHARACTERS: Final = 500
 """Characters that the policy reads of the output of a command that exceeded its deadline."""

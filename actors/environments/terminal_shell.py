@@ -14,23 +14,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
-from headrace.actors.environments.command_actions import TIMEOUT_EXIT_CODE
+from headrace.actors.environments.command_actions import TIMEOUT_EXIT_CODE, Command
 from headrace.actors.environments.command_processes import end_command
 from headrace.actors.environments.terminal_text import CommandOutput, start_of, typed_lines
-from headrace.sandboxes.base import TerminalSize
+from headrace.sandboxes.base import Output, Process, Sandbox, TerminalSize
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.actors.environments.command_actions import Command
-    from headrace.sandboxes.base import Output, Process, Sandbox
 
 SHELL: Final = ("/bin/bash", "--norc", "--noprofile", "--noediting", "-i")
 SIZE: Final = TerminalSize(rows=50, columns=160)

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import re
 import string
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
-from headrace.actors.evaluation.verdict import EpisodeRecord, Source, Verdict, broken
+from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, Verdict, broken
+from headrace.buffer.tasks import AnswerSpec
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.evaluation.verdict import SpokenPart
-    from headrace.buffer.tasks import AnswerSpec
 
 _ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)

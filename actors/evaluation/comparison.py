@@ -12,18 +12,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from headrace.actors.evaluation.report import Report
 from headrace.actors.evaluation.verdict import Verdict, broken, failed, printed, solved
 from headrace.actors.in_sandbox import ISOLATED, program_command
 from headrace.buffer.tasks import Task, task_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from headrace.actors.evaluation.report import Report
-    from headrace.sandboxes.base import Sandbox
+from headrace.sandboxes.base import Sandbox
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 

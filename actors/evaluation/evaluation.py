@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.checks import run_check
@@ -53,10 +52,8 @@ from headrace.buffer.errors import TaskFileError
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.tasks import EvaluatorKind, Task
 from headrace.buffer.types import Cause
+from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import SandboxSpec
 
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 

@@ -6,9 +6,10 @@ Invariant: clean sandboxes are leased under a single holder, so a new evaluator 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from opentelemetry import trace
 
@@ -18,6 +19,8 @@ from headrace.actors.evaluation.functions import score_by_function
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases, lease_attributes
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.parts import PartClock, add_part, in_part, part_clock
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
@@ -26,17 +29,11 @@ from headrace.actors.simulated.tasks import is_slow, is_solved
 from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER, RELEASE
 from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
+from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import context_from, describe, traceparent_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
-    from headrace.sandboxes.errors import SandboxError
 
 tracer = trace.get_tracer("headrace.actors.evaluation.evaluator")
 

@@ -17,13 +17,18 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken, rewarded, rewarded_by
+from headrace.actors.evaluation.verdict import (
+    EpisodeRecord,
+    EvaluationRequest,
+    EvaluatorFault,
+    Verdict,
+    broken,
+    rewarded,
+    rewarded_by,
+)
 from headrace.buffer.sanitizer import clean_text
-
-if TYPE_CHECKING:
-    from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest
 
 _PROGRAM: Final = """\
 import asyncio, importlib, inspect, json, os, sys

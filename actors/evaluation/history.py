@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from headrace.buffer.repositories import RepositorySpec
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError
-
-if TYPE_CHECKING:
-    from headrace.buffer.repositories import RepositorySpec
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 _TIMEOUT_S: Final = 600.0
 _CLEAN_GIT: Final = """

@@ -18,10 +18,11 @@ import logging
 import re
 import secrets
 import shlex
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import unified_diff
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.diff_filter import (
     SECTIONED,
@@ -39,13 +40,9 @@ from headrace.actors.in_sandbox.apply import AGENT_REFUSED
 from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_COLLECT
 from headrace.buffer.sanitizer import clean_text
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
 MAX_COMPARED_LINES = 200

@@ -6,8 +6,9 @@ Invariant: the frozen tree is mounted read-only beside a pristine one; `in_sandb
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.diff_filter import Dropped, DropReason
 from headrace.actors.evaluation.history import lay_out
@@ -22,13 +23,9 @@ from headrace.actors.evaluation.verdict import (
 from headrace.actors.in_sandbox import program_command
 from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_COLLECT
+from headrace.buffer.repositories import RepositorySpec
+from headrace.buffer.tasks import Task
 from headrace.sandboxes.base import FrozenMount
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.repositories import RepositorySpec
-    from headrace.buffer.tasks import Task
 
 MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES = 500_000, 1000, 1 << 20
 MAX_DIFF_BYTES: Final = 32 << 20

@@ -9,22 +9,19 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine, Iterable
 from functools import cache
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, Verdict, broken
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.tasks import Task
 from headrace.buffer.types import Cause, check_reward
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
-
-    from headrace.buffer.tasks import Task
-
-    Score: TypeAlias = Callable[[EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]
+Score: TypeAlias = Callable[[EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]
 
 
 def _function(found: object) -> Score:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.comparison import Baselines, compare
 from headrace.actors.evaluation.diff_filter import Dropped, FilterRules, filter_diff, summary
@@ -48,12 +48,10 @@ from headrace.actors.in_sandbox import program_command
 from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_APPLY
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
+from headrace.buffer.tasks import Task
 from headrace.buffer.types import Cause
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
-
-if TYPE_CHECKING:
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 REPOSITORY_RUNS: Final = 4
 """Number of steps in one evaluation that may each take `evaluator.timeout_s`: the diff, the tests, their twins, and,

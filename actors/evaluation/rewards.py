@@ -12,12 +12,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken, join_details, printed, rewarded
+from headrace.actors.evaluation.verdict import (
+    EvaluationRequest,
+    EvaluatorFault,
+    Verdict,
+    broken,
+    join_details,
+    printed,
+    rewarded,
+)
 from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.tasks import EvaluatorPart, RewardMap
 
 if TYPE_CHECKING:
-    from headrace.actors.evaluation.verdict import EvaluationRequest
-    from headrace.buffer.tasks import EvaluatorPart, RewardMap
     from headrace.serve.capture.rows import Lineage
 
 

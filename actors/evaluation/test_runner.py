@@ -11,19 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.history import ANY_OWNER
 from headrace.actors.evaluation.report import Session
 from headrace.actors.in_sandbox import program_command, source
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.sandboxes.base import Sandbox
 
 MAX_REPORT_BYTES: Final = 32 << 20
 MAX_LOG_BYTES: Final = 8 << 20

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+from headrace.actors.chat import ChatCall
 from headrace.buffer.sanitizer import clean_text
+from headrace.buffer.tasks import Task
 from headrace.buffer.types import SOLVED_REWARD, Cause, check_reward
-from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from contextlib import AbstractAsyncContextManager
-
-    from headrace.actors.chat import ChatCall
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 Collected = TypeVar("Collected")
 MAX_DETAIL_CHARACTERS: Final = 500

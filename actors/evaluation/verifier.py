@@ -19,7 +19,7 @@ import json
 import math
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.checks import run_check
 from headrace.actors.evaluation.history import task_files
@@ -40,13 +40,11 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.record.parts import in_part
 from headrace.buffer.breakdown import EVALUATE_APPLY
+from headrace.buffer.tasks import Task
 from headrace.buffer.types import Cause
 from headrace.buffer.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
-
-if TYPE_CHECKING:
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
 
 VERIFIER_RUNS: Final = 3
 """Number of runs in one evaluation that may each take `evaluator.timeout_s`: if the verifier breaks, it runs on the

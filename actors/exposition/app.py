@@ -10,16 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
 
 from aiohttp import web
 
 from headrace.actors.exposition.exposition import OPENMETRICS, PLAIN, Exposition, prefers_openmetrics
 from headrace.actors.record.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
 PATH: Final = "/metrics"
 WAIT_S: Final = 8.0

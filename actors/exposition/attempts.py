@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from headrace.actors.exposition import table
+from headrace.actors.exposition.counts import Counts
 from headrace.buffer.breakdown import OFFER, OTHER, QUEUE, Label, is_of_agent
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.actors.exposition.counts import Counts
 
 TRAIN: Final = "train"
 EVALUATION: Final = "evaluation"

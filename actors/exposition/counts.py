@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -28,8 +29,6 @@ from prometheus_client.utils import floatToGoString
 from headrace.actors.exposition.table import MAX_CHARACTERS, MAX_VALUES, OTHER_VALUE, TABLE, Exported, MetricType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     from prometheus_client.metrics_core import Metric
 
 MILLION: Final = 1_000_000

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
@@ -30,15 +31,11 @@ from headrace.actors.exposition.gauges import (
 )
 from headrace.actors.exposition.ledger_reader import LedgerReader
 from headrace.actors.exposition.records import NewestRecords
-from headrace.actors.record.run_directory import identity_of
+from headrace.actors.record.run_directory import RunDirectory, identity_of
 from headrace.actors.version import RUNNING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from prometheus_client.metrics_core import Metric
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.exposition import table
+from headrace.actors.exposition.counts import Counts
+from headrace.actors.exposition.ledger_counts import LedgerCounts
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.record.running import FOLDER, STUCK, read_running
 from headrace.actors.slowness.in_flight import SILENT_S
 from headrace.actors.traces.store import SpanFolder
 from headrace.serve.observing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from headrace.actors.exposition.counts import Counts
-    from headrace.actors.exposition.ledger_counts import LedgerCounts
-    from headrace.actors.record.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 

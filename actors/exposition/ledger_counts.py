@@ -11,11 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.exposition import table
 from headrace.actors.exposition.attempts import (
@@ -28,7 +30,9 @@ from headrace.actors.exposition.attempts import (
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_rows import (
     IN_JSON,
+    End,
     EvaluationEnds,
+    Key,
     all_ends,
     evaluation_attempts,
     json_of,
@@ -37,17 +41,11 @@ from headrace.actors.exposition.ledger_rows import (
 from headrace.actors.exposition.steps import StepCounts
 from headrace.actors.exposition.typical import TypicalTimes
 from headrace.actors.exposition.waste import WASTED, count_waste
+from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.breakdown import PARTS
 from headrace.buffer.core.records import FINAL
 from headrace.buffer.ledger.archive import next_numbers
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Iterable
-
-    from headrace.actors.exposition.ledger_rows import End, Key
-    from headrace.buffer.audit.joined_rows import JoinedRows
 
 GROUPS_AT_ONCE: Final = 512
 ATTEMPTS_AT_ONCE: Final = 512

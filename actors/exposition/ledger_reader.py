@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_counts import LedgerCounts
@@ -17,9 +17,6 @@ from headrace.actors.exposition.ledger_state import file_stamps, state_of
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.errors import LedgerRefused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

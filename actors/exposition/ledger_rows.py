@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Collection, Iterator
+from typing import Final, TypeAlias
 
 import orjson
 
 from headrace.actors.exposition.attempts import EVALUATION, TRAIN, EndedAttempt, breakdown_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
-    from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.audit.joined_rows import JoinedRows
 
 IN_JSON: Final = "IN (SELECT value FROM json_each(?))"
 """Condition of SQL that takes the result of `json_of`."""

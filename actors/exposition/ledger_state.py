@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.actors.exposition import table
 from headrace.actors.exposition.counts import Counts
+from headrace.actors.exposition.ledger_counts import LedgerCounts
+from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
 from headrace.buffer.core.mix.names import SEPARATOR
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.ledger.archive import ARCHIVE
-
-if TYPE_CHECKING:
-    import sqlite3
-    from pathlib import Path
-
-    from headrace.actors.exposition.ledger_counts import LedgerCounts
-    from headrace.buffer.audit.joined_rows import JoinedRows
 
 SETTLED_S: Final = 1.0
 """Age from which a file's time of change proves that it has not changed again: clocks of file systems tick in

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import orjson
 
 from headrace.actors.exposition import table
+from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_rows import IN_JSON, json_of
-
-if TYPE_CHECKING:
-    from headrace.actors.exposition.counts import Counts
-    from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.audit.joined_rows import JoinedRows
 
 STEPS_AT_ONCE: Final = 512
 

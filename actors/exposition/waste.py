@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 from headrace.actors.exposition import table
 from headrace.actors.exposition.attempts import TRAIN, EndedAttempt, breakdown_of
+from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_rows import IN_JSON, json_of
+from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.actors.exposition.counts import Counts
-    from headrace.buffer.audit.joined_rows import JoinedRows
 
 _REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
 WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)

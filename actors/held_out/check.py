@@ -8,8 +8,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -17,12 +19,7 @@ from headrace.actors.errors import ConfigError, RunError
 from headrace.actors.held_out.command import Evaluation, of_start_policy, refuse_taken
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import check_parts, load_task_sets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

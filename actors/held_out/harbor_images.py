@@ -13,18 +13,16 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.buffer.datasets.harbor import built_image
 from headrace.sandboxes.errors import ImageUnknown, SandboxError
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import Recipe, Step, StepKind
+from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import ImageCatalog, NamedImage
 from headrace.sandboxes.images.dockerfile import parse
 from headrace.sandboxes.images.layers import UnpackLimits
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.images.builder import ImageBuilder
 
 _AT_ONCE: Final = 8
 

@@ -11,28 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, NoReturn, Self
+from collections.abc import Sequence
+from typing import NoReturn, Self
 
 from headrace.actors.errors import RunStalled
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import EvaluationRecords
 from headrace.actors.rollouts.stations import TaskCatalog
+from headrace.actors.rollouts.summary import EvaluationSummary
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import ServiceParts, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_of
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.runtime import Runtime
+from headrace.buffer.tasks import Task
+from headrace.policies.learner import WeightsSnapshot
 from headrace.serve.observing.progress import Progress
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-    from headrace.actors.rollouts.summary import EvaluationSummary
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.runtime import Runtime
-    from headrace.buffer.tasks import Task
-    from headrace.policies.learner import WeightsSnapshot
 
 SUPERVISION_S = 1.0
 

@@ -9,28 +9,23 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.evaluation.answer import score_answer
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import GIT, prepare
 from headrace.actors.evaluation.rewards import score_parts
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
+from headrace.actors.held_out.task_solutions import Solution, Solutions
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind
-from headrace.sandboxes.base import SandboxSpec
+from headrace.buffer.tasks import OF_EPISODES, AnswerSpec, EvaluatorKind, Task
+from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from headrace.actors.held_out.task_solutions import Solution, Solutions
-    from headrace.buffer.tasks import AnswerSpec, Task
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
 
 AT_ONCE: Final = 4
 """Number of tasks that are checked at once."""

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.buffer.datasets.harbor import gold_script
-from headrace.buffer.tasks import EvaluatorKind
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import EvaluatorKind, Task
 
 
 class SolutionsRefused(ValueError):

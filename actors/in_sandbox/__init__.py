@@ -7,16 +7,12 @@ exit with TOO_OLD and a message.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ProgramRunner
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.sandboxes.base import ExecResult, Sandbox
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ProgramRunner, Sandbox
 
 ISOLATED: Final = "-I -S"
 """Python options: no environment variables, no user site, no site customization."""

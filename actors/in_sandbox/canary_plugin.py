@@ -22,12 +22,10 @@ import os
 import random
 import socket
 import unittest
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MAX_PARENTS = 64
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from typing import TYPE_CHECKING
 
 TOO_MUCH, TOO_LONG = 3, 5
 CACHES = {b"__pycache__", b".pytest_cache", b".mypy_cache", b".ruff_cache", b".hypothesis", b".git"}
@@ -35,8 +34,7 @@ CLEAN = {
     "LC_ALL": "C",
 }
 
-if TYPE_CHECKING:
-    Entry = tuple[int, int]
+Entry = tuple[int, int]
 
 
 def walk(top: bytes, max_entries: int) -> dict[bytes, Entry]:

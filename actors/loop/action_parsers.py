@@ -12,12 +12,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from headrace.actors.chat import ChatReply
 from headrace.actors.environments.environment import ANSWER, DONE, RESPOND, RUN, SEARCH, Action
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,29 +14,32 @@ import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.chat import ChatContextExceeded, ChatMessage, ChatOptions
-from headrace.actors.environments.environment import RUN, Observation, ObservationPart, PartKind
+from headrace.actors.chat import ChatContextExceeded, ChatMessage, ChatOptions, ChatReply
+from headrace.actors.environments.environment import (
+    RUN,
+    Environment,
+    Episode,
+    EpisodeEnd,
+    Observation,
+    ObservationPart,
+    PartKind,
+)
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, Malformed
+from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
 from headrace.actors.record.parts import in_part
 from headrace.actors.templates import MarkedText, filled, filled_around
 from headrace.buffer.breakdown import TOOL
 from headrace.buffer.task_parts import least
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.serve.observing import span_names
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatReply
-    from headrace.actors.environments.environment import Environment, Episode, EpisodeEnd
-    from headrace.actors.loop.config import LoopConfig
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import HostFolder, Sandbox
 
 tracer = trace.get_tracer("headrace.actors.loop.agent")
 

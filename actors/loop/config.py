@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, Self
+from collections.abc import Iterable
+from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.contexts import FULL, head_share
 from headrace.actors.loop.judge import JudgeConfig
 from headrace.actors.templates import check_names, filled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pydantic import ValidationInfo
-
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import Task
 
 _OPENING: Final = ("instruction", "given")
 _NAMES: Final = {"system": _OPENING, "first": _OPENING, "observation": ("observation", "turns_left")}

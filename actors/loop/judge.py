@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,13 +25,9 @@ from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.votes import vote_seed
 from headrace.actors.evaluation.rewards import Judgement
+from headrace.actors.services.service import Services
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.step_scores import MAX_SCORE, Credit
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.services.service import Services
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
 from headrace.actors.section import Section, overlaid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 
 KEY: Final = "tasks.sources"
 OWN_TABLES: Final = ("agent", "environment", "sampling", "rollout", "buffer", "evaluation")

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 
@@ -25,6 +27,7 @@ from headrace.actors.node_files.pages import (
     NAME,
     Held,
     NodePage,
+    Piece,
     is_appended,
     is_kept,
     is_older,
@@ -33,12 +36,6 @@ from headrace.actors.node_files.pages import (
     older_name,
     series_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.actors.node_files.pages import Piece
 
 RECEIVED: Final = "received.json"
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import BinaryIO, Final
 
 NAME: Final = re.compile(
     r"logs/[^./][^/]*\.jsonl|running/[^./][^/]*\.json|spans/[^./][^/]*(\.jsonl|\.jsonl\.zst|\.lost\.json)"

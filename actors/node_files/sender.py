@@ -7,9 +7,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.actors.node_files.pages import (
     COMPRESSED,
@@ -23,10 +25,6 @@ from headrace.actors.node_files.pages import (
     is_appended,
     mark_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 TRIES: Final = 5
 """Number of times that a page is read again because files were renamed meanwhile."""

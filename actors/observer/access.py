@@ -15,16 +15,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiohttp import web
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
-
-    from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 POLICY: Final = "; ".join(
     (

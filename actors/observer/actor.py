@@ -14,7 +14,8 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from pathlib import Path
+from typing import Final, Self
 
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.observer.server import ObserveOptions, page_server
@@ -23,11 +24,7 @@ from headrace.actors.traces.exporting import FOLDER, TraceExport
 from headrace.actors.traces.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.daemon_thread import start_in_thread
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 PAGE: Final = "page.json"
 """Address and token of the page."""

@@ -10,11 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from markupsafe import Markup
 
 from headrace.actors.errors import RunError
@@ -22,6 +25,7 @@ from headrace.actors.observer import views
 from headrace.actors.observer.access import NEEDED, Access, add_headers, cookie_name
 from headrace.actors.observer.changes import Changes, ChangeWatch
 from headrace.actors.observer.computed import Busy
+from headrace.actors.observer.explained import Explained
 from headrace.actors.observer.login import TOKEN, local_path, login_form
 from headrace.actors.observer.reader import RunReader
 from headrace.actors.observer.rendering import make_environment
@@ -30,14 +34,6 @@ from headrace.actors.observer.static_files import static_files
 from headrace.actors.runtime.event_stream import event_stream
 from headrace.actors.slowness.waterfall_html import waterfall_fragment
 from headrace.buffer.errors import ReplayError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from aiohttp.typedefs import Handler, Middleware
-
-    from headrace.actors.observer.explained import Explained
 
 MAX_STREAMS: Final = 32
 WRITE_S: Final = 20.0

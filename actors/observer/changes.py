@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.runtime.event_stream import POLL_S
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
 
 LOOK_S: Final = 1.0
 

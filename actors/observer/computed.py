@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-    from concurrent.futures import Executor, Future
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 

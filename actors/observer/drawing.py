@@ -5,11 +5,9 @@ Invariant: numbers only; colours and texts are the templates' and the style shee
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 WIDTH: Final = 1000.0
 """Units of a bar, whatever its width on the screen."""

@@ -13,25 +13,20 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import RunError
-from headrace.actors.slowness.cohort import Cohorts
+from headrace.actors.slowness.cohort import Cohorts, Typical
 from headrace.actors.slowness.evaluations import times_with
-from headrace.actors.slowness.verdicts import explain
+from headrace.actors.slowness.rows import RolloutTime, RunTimes
+from headrace.actors.slowness.verdicts import SlowReport, explain
 from headrace.buffer.errors import ReplayError
 from headrace.policies.processes.parent_death import die_with_parent
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.actors.slowness.cohort import Typical
-    from headrace.actors.slowness.rows import RolloutTime, RunTimes
-    from headrace.actors.slowness.verdicts import SlowReport
-
-    RolloutInCohort = tuple[RolloutTime, dict[str, Typical]]
+RolloutInCohort = tuple[RolloutTime, dict[str, Typical]]
 
 LARGE_BYTES: Final = 16 << 20
 """Size of a ledger with its archive above which another process reads them."""

@@ -10,16 +10,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
 from headrace.serve.observing.retention import Tail, kept_files
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 KEPT: Final = {"step": 20_000}
 """Number of records that are kept of a kind."""

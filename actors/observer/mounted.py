@@ -15,10 +15,11 @@ import asyncio
 import os
 import sys
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import aiohttp
 from yarl import URL
@@ -27,9 +28,6 @@ from headrace.actors.errors import ConfigError, RunError
 from headrace.actors.observer.access import HEADERS
 from headrace.actors.observer.server import ObserveOptions, observe
 from headrace.policies.processes.parent_death import die_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 EVENTS: Final = "events"
 IDLE_S: Final = 600.0

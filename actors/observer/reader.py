@@ -10,34 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import orjson
 
-from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engine_group.members_file import Roster, read_roster
 from headrace.actors.errors import RunMissing
-from headrace.actors.observer.computed import Computed, ComputedByKey
-from headrace.actors.observer.explained import explained, time_of
+from headrace.actors.observer.computed import Computed, ComputedByKey, Reading
+from headrace.actors.observer.explained import Explained, RolloutInCohort, explained, time_of
 from headrace.actors.observer.metrics_tail import MetricsTail, Records
 from headrace.actors.observer.rollout_reading import RolloutDetails, read_rollout
 from headrace.actors.record.run_directory import RunDirectory, read_configuration
 from headrace.actors.record.run_state import RunState, run_state
 from headrace.actors.record.running import FOLDER
-from headrace.actors.slowness.in_flight import in_flight
+from headrace.actors.slowness.in_flight import InFlight, in_flight
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.errors import LedgerRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-    from pathlib import Path
-
-    from headrace.actors.engine_group.members_file import Roster
-    from headrace.actors.observer.computed import Reading
-    from headrace.actors.observer.explained import Explained, RolloutInCohort
-    from headrace.actors.slowness.in_flight import InFlight
 
 T = TypeVar("T")
 

@@ -8,9 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
@@ -18,14 +19,10 @@ from headrace.actors.errors import RunError
 from headrace.actors.observer.text import ShownText, name, shown
 from headrace.actors.observer.trajectory_text import TrajectoryText, read_text
 from headrace.actors.record.log_lines import logs_in
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.serve.observing.retention import kept_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 MAX_ATTEMPTS: Final = 50
 MAX_LINES: Final = 200

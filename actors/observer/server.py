@@ -12,9 +12,11 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 from aiohttp import web
@@ -26,10 +28,6 @@ from headrace.actors.observer.app import build_app
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.services.local_server import key_of
 from headrace.buffer.primitives.durable_files import replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 CLOSE_S: Final = 0.5
 """Time for the requests in progress to end when the server stops."""

@@ -8,26 +8,22 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from headrace.actors.observer.text import ShownText, shown
-from headrace.actors.record.run_directory import read_configuration
+from headrace.actors.record.run_directory import RunDirectory, read_configuration
 from headrace.buffer.audit.evidence import read_only, read_trajectory
 from headrace.buffer.token_kinds import TokenKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.buffer.types import Row
+from headrace.buffer.types import Row
 
 MAX_STRETCHES: Final = 400
 MAX_TOKENS: Final = 4_000

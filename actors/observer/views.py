@@ -8,19 +8,15 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from headrace.actors.observer.drawing import histogram, stacked
+from headrace.actors.observer.drawing import Box, histogram, stacked
+from headrace.actors.observer.explained import Explained
+from headrace.actors.observer.metrics_tail import Record, Records
 from headrace.actors.record.utilisation import mean_in_flight, mean_loads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.actors.observer.drawing import Box
-    from headrace.actors.observer.explained import Explained
-    from headrace.actors.observer.metrics_tail import Record, Records
-    from headrace.actors.slowness.verdicts import Verdict
+from headrace.actors.slowness.verdicts import Verdict
 
 ROWS: Final = 100
 """Rows of a table on one page of it."""

@@ -15,23 +15,20 @@ import logging
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 import orjson
 
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
+from headrace.policies.engine import EngineId
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway, GatewayStats
 from headrace.serve.gateway.placement import stable_ports
+from headrace.serve.gateway.routing import RoutingTable
 from headrace.serve.gateway.standalone import portioned_collections
-
-if TYPE_CHECKING:
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.policies.engine import EngineId
-    from headrace.serve.gateway.config import GatewayConfig
-    from headrace.serve.gateway.routing import RoutingTable
-
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,19 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
+
+from opentelemetry.util.types import AttributeValue
 
 from headrace.actors.errors import ActorGone
 from headrace.actors.places.providers import attaching_provider
+from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, Lease, LeaseRequest
 from headrace.serve.observing import span_names
-
-if TYPE_CHECKING:
-    from opentelemetry.util.types import AttributeValue
-
-    from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 
 LEASE_S: Final = 60.0
 """Lease term, which is longer than a pool takes to restart."""

@@ -11,16 +11,28 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import logging
 import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
-from headrace.actors.record.run_directory import sandbox_owner
+from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import (
+    Feature,
+    Sandbox,
+    SandboxId,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxRef,
+    SandboxSpec,
+)
 from headrace.sandboxes.e2b.provider import E2bProvider
 from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable, SpecRefused
 from headrace.sandboxes.images.store import check_reference
@@ -28,28 +40,12 @@ from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.images import HOST
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.remote.provider import RemoteProvider
 from headrace.sandboxes.simulated.attached import AttachedProvider
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
-if TYPE_CHECKING:
-    import builtins
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import (
-        Feature,
-        Sandbox,
-        SandboxId,
-        SandboxInfo,
-        SandboxProvider,
-        SandboxRef,
-        SandboxSpec,
-    )
-    from headrace.sandboxes.remote.provider import RemoteProvider
-
-    StartProvider: TypeAlias = Callable[[SandboxSection, RunDirectory], Awaitable[SandboxProvider]]
+StartProvider: TypeAlias = Callable[[SandboxSection, RunDirectory], Awaitable[SandboxProvider]]
 
 _MEMBERS: Final = ("features", "create", "attach", "list", "destroy", "aclose")
 

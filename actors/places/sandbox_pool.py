@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import Self
 
+from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.providers import start_hosts
-from headrace.actors.record.run_directory import sandbox_owner
+from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool, PoolStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.actors.places.config import SandboxSection
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
-    from headrace.sandboxes.errors import SandboxError
-    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 
 
 class SandboxPool(ResourceOwner):

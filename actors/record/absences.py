@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 
 from headrace.buffer.primitives.durable_files import replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 OF_ACTORS: Final = "absent.json"
 """File with the actors and bundles that the service waits for."""

@@ -5,19 +5,14 @@ It is picklable, so that the driver can configure it and the actor's process can
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.actors.record.metrics import MetricsLog
-from headrace.serve.observing.telemetry import configure
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.serve.observing.retention import RetentionConfig
-    from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

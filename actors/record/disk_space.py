@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.actors.errors import DiskFull
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.run_directory import RunDirectory
 
 WAITING: Final = {
     "state": "the ledger waits",

@@ -13,17 +13,19 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from headrace.serve.observing.retention import DAY_S, is_older_file, next_older_file, older_files, remove_oldest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.serve.observing.retention import RetentionConfig
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.serve.observing.retention import (
+    DAY_S,
+    RetentionConfig,
+    is_older_file,
+    next_older_file,
+    older_files,
+    remove_oldest,
+)
 
 EVERY_S = 60.0
 """Interval between two checks."""

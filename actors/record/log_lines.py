@@ -14,19 +14,17 @@ from __future__ import annotations
 import hashlib
 import heapq
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 import orjson
 
 from headrace.actors.record.logs import MAX_LINE_BYTES, log_path
 from headrace.actors.record.node_copies import folders_of_nodes
 from headrace.serve.observing.retention import OLDER, older_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 CHUNK_BYTES: Final = 1 << 20
 LONGEST_BYTES: Final = MAX_LINE_BYTES

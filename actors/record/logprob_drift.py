@@ -7,17 +7,12 @@ itself, with keys and values of its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.record.metrics import MismatchMetric
-from headrace.buffer.types import TokenRatios
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from headrace.buffer.types import StepReport
+from headrace.buffer.types import StepReport, TokenRatios
 
 
 def mismatch_alarm(report: StepReport, above: float) -> MismatchMetric | None:

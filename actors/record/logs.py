@@ -15,22 +15,18 @@ import logging
 import os
 import re
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 from opentelemetry import context, trace
 
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-from headrace.serve.observing.retention import RotatingFile
+from headrace.serve.observing.retention import RetentionConfig, RotatingFile
 from headrace.serve.observing.tracing import trace_id_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.serve.observing.retention import RetentionConfig
 
 MAX_MESSAGE: Final = 8_000
 MAX_EXCEPTION: Final = 16_000

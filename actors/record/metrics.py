@@ -17,20 +17,16 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import orjson
 
-from headrace.serve.observing.retention import RotatingFile, kept_files
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.actors.record.service_totals import ServiceTotals
-    from headrace.buffer.types import TokenRatios
-    from headrace.serve.observing.retention import RetentionConfig
+from headrace.actors.record.service_totals import ServiceTotals
+from headrace.buffer.types import TokenRatios
+from headrace.serve.observing.retention import RetentionConfig, RotatingFile, kept_files
 
 TAIL_BYTES = 1 << 16
 """Number of bytes first read from the end of a file when only the last record is needed."""

@@ -5,10 +5,8 @@ Invariant: a folder below `nodes` has the files of one node under their own name
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Final
 
 NODES: Final = "nodes"
 """Folder of the copies in a run's state."""

@@ -7,15 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.buffer.primitives.critical_path import Segment, innermost, seconds_by_part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MAX_INTERVALS: Final = 20_000
 """Intervals kept per attempt; later ones are not attributed."""

@@ -6,16 +6,13 @@ previous push, which is the time of the step that produced its weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.record.metrics import PushMetric
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.policies.push.contract import PushReport
+from headrace.policies.push.contract import PushReport
 
 
 def push_record(report: PushReport, *, rollouts_in_flight: int | None, since_s: float | None) -> PushMetric:

@@ -11,22 +11,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import orjson
 
 from headrace.actors.errors import RunMissing
 from headrace.buffer.primitives.durable_files import append_line, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks import Task, write_tasks
 from headrace.sandboxes.leftovers import IDENTITY_FILE, run_label
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.tasks import Task
 
 STORAGE_POINTER: Final = "storage"
 """File in a state folder that holds the path of the run's storage folder."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import orjson
 
-if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.run_directory import RunDirectory
 
 
 class RunState(StrEnum):

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Self
+from pathlib import Path
+from typing import Final, Self
 
 import orjson
 
 from headrace.actors.record.node_copies import folders_of_nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 EVERY_S: Final = 2.0
 """Seconds between two writes of a worker's file."""

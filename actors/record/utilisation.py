@@ -11,12 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 SERVICE: Final = "service."
 """Beginning of the names of the stations of services (`[services.NAME]`), which the recipe names."""

@@ -13,20 +13,17 @@ import hashlib
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import orjson
 
 from headrace.actors.errors import ConfigError
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, Outcome, RolloutId, RolloutOrder, RolloutResult
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from headrace.buffer.tasks import TaskId
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.versions import PolicyVersion
 
 MAX_DETAIL_CHARACTERS = 2000
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,80}")

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.record.parts import part_clock
-from headrace.actors.services.figures import service_time
+from headrace.actors.services.figures import ServiceTime, service_time
 from headrace.buffer.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from headrace.actors.services.figures import ServiceTime
     from headrace.serve.capture.rows import SessionReport
 
 SERVICE_PHASE: Final = "service."

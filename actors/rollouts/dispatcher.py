@@ -15,6 +15,7 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -23,8 +24,12 @@ from opentelemetry.context import Context
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.rollouts.answers import Answer
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressure
+from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
 from headrace.actors.runtime.operations import until_back
@@ -36,12 +41,6 @@ from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrd
 from headrace.serve.observing import span_names as names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.rollouts.answers import Answer
-    from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.worker import RolloutWorker
 
 RECONCILE_S = 60.0

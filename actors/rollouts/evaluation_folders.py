@@ -16,7 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import orjson
@@ -29,19 +31,16 @@ from headrace.actors.rollouts.answers import (
     folder_name,
     json_bytes,
 )
+from headrace.actors.rollouts.recorded_stations import RolloutReports
+from headrace.actors.rollouts.summary import About
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.training.replay import Evaluated
 from headrace.buffer.primitives.durable_files import publish_folder
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from headrace.actors.rollouts.recorded_stations import RolloutReports
-    from headrace.actors.rollouts.summary import About
-    from headrace.actors.training.replay import Evaluated
-    from headrace.buffer.tasks import TaskId
     from headrace.serve.capture.rows import TranscriptTurn
 
 MAX_CONVERSATION_BYTES, MAX_PATCH_BYTES, MAX_LOG_BYTES = 8 << 20, 4 << 20, 1 << 20

@@ -9,14 +9,15 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from headrace.actors.agents.agent import AgentReport
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+from headrace.actors.rollouts.rollout import Stations
+from headrace.buffer.tasks import Task
+from headrace.buffer.types import RolloutOrder
+from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
+from headrace.sandboxes.pool.boot import Lease, LeaseRequest
+
 if TYPE_CHECKING:
-    from headrace.actors.agents.agent import AgentReport
-    from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
-    from headrace.actors.rollouts.rollout import Stations
-    from headrace.buffer.tasks import Task
-    from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.gateway.client import OpenedSession
 

@@ -6,16 +6,12 @@ Invariant: `EvaluationRecords` issues no orders and has no inventory; answers th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from headrace.actors.record.metrics import UNRECORDED, RecordsMetrics
+from headrace.actors.record.metrics import UNRECORDED, MetricsLog, RecordsMetrics
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated, Issued
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.record.metrics import MetricsLog
-    from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
+from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
 
 
 class RolloutStore(Protocol):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -27,10 +28,11 @@ from headrace.actors.evaluation.rewards import with_judgement, with_rewards
 from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
 from headrace.actors.places.leases import lease_attributes
 from headrace.actors.rollouts.attempt_time import AttemptTime
-from headrace.actors.services.figures import current_service_time
+from headrace.actors.services.figures import ServiceTime, current_service_time
 from headrace.buffer.breakdown import ATTACH, QUEUE, RELEASE
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
+from headrace.buffer.tasks import Task
 from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
 from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
@@ -42,10 +44,6 @@ from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import current_trace_id, traceparent_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.actors.services.figures import ServiceTime
-    from headrace.buffer.tasks import Task
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.gateway.client import OpenedSession
 

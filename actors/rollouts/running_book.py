@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 from headrace.actors.record.running import (
     EVERY_S,
@@ -19,15 +20,11 @@ from headrace.actors.record.running import (
     remove_oldest_running,
     write_running,
 )
+from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.stuck import StuckWatch
 from headrace.actors.runtime.nodes import this_node
+from headrace.buffer.types import RolloutId, RolloutOrder
 from headrace.serve.observing.attempts import working_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.rollouts.attempt_time import AttemptTime
-    from headrace.buffer.types import RolloutId, RolloutOrder
 
 logger = logging.getLogger(__name__)
 

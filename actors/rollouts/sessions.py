@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from types import TracebackType
+from typing import Final, Protocol, Self
 
 import aiohttp
 import numpy as np
@@ -21,11 +23,13 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.chat import ChatClient, NoChat
+from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.buffer.breakdown import GATE
 from headrace.buffer.types import RolloutOrder, Row, Trajectory, VersionSpan
+from headrace.policies.engine import Completion
 from headrace.policies.learners.simulated import VOCABULARY, SimulatedEngine
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, SessionReport, report_of
@@ -34,13 +38,6 @@ from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway.client import GatewayClient, OpenedSession
 from headrace.serve.gateway.placement import place_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
-    from headrace.actors.places.gateway import GatewayActor
-    from headrace.policies.engine import Completion
 
 
 class Sessions(Protocol):

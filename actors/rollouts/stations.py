@@ -6,47 +6,42 @@ Invariant: each incarnation of a worker is a separate lease holder.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
-from headrace.actors.agents.agent import agent_name, keeps_time, marks_warnings, needs_sandbox
+from headrace.actors.agents.agent import Agent, AgentReport, agent_name, keeps_time, marks_warnings, needs_sandbox
 from headrace.actors.evaluation.by_service.scoring import score_by_service
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
+from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.leases import Leases
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.parts import in_part
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
+from headrace.actors.rollouts.records import RolloutStore
+from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.clients import ServiceClients
+from headrace.actors.services.config import ServiceConfig
+from headrace.actors.services.figures import ServiceFigures
+from headrace.actors.services.service import Services
+from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.buffer.breakdown import EVALUATE_CHECK
 from headrace.buffer.core.mix.names import source_name
-from headrace.buffer.task_parts import least
+from headrace.buffer.task_parts import TaskLimits, least
 from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
+from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
+from headrace.sandboxes.pool.boot import Lease, LeaseRequest
+from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec, TrainedPart
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.actors.agents.agent import Agent, AgentReport
-    from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
-    from headrace.actors.evaluation.evaluator import Evaluator
-    from headrace.actors.places.gateway import GatewayActor
-    from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-    from headrace.actors.rollouts.records import RolloutStore
-    from headrace.actors.rollouts.rollout import RolloutConfig
-    from headrace.actors.services.config import ServiceConfig
-    from headrace.actors.services.figures import ServiceFigures
-    from headrace.actors.services.service import Services
-    from headrace.actors.simulated.engines import SimulatedEngineGroup
-    from headrace.buffer.task_parts import TaskLimits
-    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.gateway.client import OpenedSession
+from headrace.serve.gateway.client import OpenedSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from headrace.actors.record.running import FEW, STUCK
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import RolloutOrder
+from headrace.buffer.types import RolloutOrder
 
 REMEMBERED: Final = 256
 MAX_TASKS: Final = 1024

@@ -18,11 +18,12 @@ from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.record.running import RunningFile
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
@@ -32,16 +33,13 @@ from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
+from headrace.actors.services.figures import ServiceFigures
 from headrace.buffer.breakdown import OFFER, summed
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.tracing import current_trace_id, describe, start_rollout_span
-
-if TYPE_CHECKING:
-    from headrace.actors.record.running import RunningFile
-    from headrace.actors.services.figures import ServiceFigures
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.rollouts.answers import Answer, answer_without_record
+from headrace.actors.rollouts.pacing import AdaptiveLimit, Pressure
+from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.runtime.operations import until_back
 from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
-    from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.rollouts.pacing import AdaptiveLimit, Pressure
-    from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)

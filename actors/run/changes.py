@@ -12,23 +12,19 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.run_directory import read_configuration
+from headrace.actors.record.run_directory import RunDirectory, read_configuration
 from headrace.actors.run.config import RunConfig, apply_override
 from headrace.actors.run.older_configs import upgraded
 from headrace.actors.run.overlays import leaves
 from headrace.buffer.primitives.durable_files import append_line
 from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.checkpoints import list_checkpoints, read_manifest
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 DEFINING: Final = (
     "model",

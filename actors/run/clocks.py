@@ -11,22 +11,20 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headrace.actors.rollouts.rollout import ANSWER_S
+from headrace.actors.cluster.section import ClusterSection
+from headrace.actors.rollouts.rollout import ANSWER_S, RolloutConfig
+from headrace.policies.push.contract import PushConfig
+from headrace.serve.gateway.config import GatewaySection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from headrace.actors.cluster.section import ClusterSection
     from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.rollouts.rollout import RolloutConfig
     from headrace.actors.run.sections import ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
     from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.push.contract import PushConfig
-    from headrace.serve.gateway.config import GatewaySection
 
 HEALTH_CHECK_INTERVAL_S: Final = 2.0
 """Interval between two health checks of an engine."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, get_args, get_origin
+from typing import Any, Final, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -43,6 +43,7 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.core.mix.sources import Source
 from headrace.buffer.step_scores import Credit
+from headrace.buffer.tasks import Task
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.slime import arguments as slime
@@ -52,11 +53,6 @@ from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.config import GatewaySection
 from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from headrace.buffer.tasks import Task
 
 
 class RunConfig(Section):

@@ -15,11 +15,11 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import orjson
 from pydantic import ValidationError
@@ -27,6 +27,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixe
 
 from headrace.actors.agent_kinds.config import AgentKind
 from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
+from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import check_environment, make_environment
 from headrace.actors.errors import (
@@ -46,6 +47,7 @@ from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
+from headrace.actors.record.absences import Absences
 from headrace.actors.record.disk_space import needing_space
 from headrace.actors.record.log_warnings import TerminalWarnings
 from headrace.actors.record.logs import LogTerms
@@ -63,6 +65,7 @@ from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import (
     RayRuntime,
+    Runtime,
     check_ray_folder,
     offered_gpus,
     start_local_ray,
@@ -77,8 +80,9 @@ from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
-from headrace.buffer.tasks import load_tasks, write_tasks
+from headrace.buffer.tasks import Task, load_tasks, write_tasks
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.slime.checkout import find_checkouts
 from headrace.policies.miniatures.names import name_of
@@ -89,20 +93,10 @@ from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.gateway.placement import most_processes
-from headrace.serve.observing.progress import ProgressDisplay, starting
+from headrace.serve.observing.progress import Progress, ProgressDisplay, starting
 from headrace.serve.rendering.template_renderer import load_renderer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-
-    from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.record.absences import Absences
-    from headrace.actors.runtime.runtime import Runtime
-    from headrace.buffer.tasks import Task
-    from headrace.policies.learners.config import LearnerConfig
-    from headrace.serve.observing.progress import Progress
-
-    Allow = Callable[[Iterable[Task]], None]
+Allow = Callable[[Iterable[Task]], None]
 
 PROGRESS_S = 1.0
 ANSWER_S = 10.0

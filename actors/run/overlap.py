@@ -6,16 +6,11 @@ make it held-out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.actors.errors import ConfigError
-from headrace.buffer.tasks import TaskId, task_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import Task, TaskId, task_digest
 
 MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 

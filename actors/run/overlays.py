@@ -8,18 +8,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.run.config import absolute_paths, apply_override, read_recipe, resolve
+from headrace.actors.run.config import RunConfig, absolute_paths, apply_override, read_recipe, resolve
 from headrace.actors.section import overlaid
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.actors.run.config import RunConfig
 
 SET = "--set"
 DEFAULT = "default"

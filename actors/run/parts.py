@@ -13,14 +13,16 @@ import hashlib
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from pathlib import Path
+from typing import Final, TypeVar, cast
 
 import orjson
 
 from headrace.actors.agent_kinds.registry import make_agent
-from headrace.actors.cluster.section import LEARNER_BUNDLE
+from headrace.actors.cluster.section import LEARNER_BUNDLE, Unit
 from headrace.actors.engine_group.devices import local_gpus
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
@@ -33,17 +35,19 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.disk_space import WAITING, full_folders, missing_space
 from headrace.actors.record.housekeeping import EVERY_S, keep_house
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog
-from headrace.actors.record.run_directory import identity_of, read_configuration
+from headrace.actors.record.run_directory import RunDirectory, identity_of, read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerParts
+from headrace.actors.rollouts.records import RolloutStore
+from headrace.actors.rollouts.stations import SessionTerms, SourceParts, TaskCatalog, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.run.config import slime_terms
+from headrace.actors.run.config import RunConfig, slime_terms
 from headrace.actors.run.supervision import SupervisedActors, or_none
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Role
 from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.runtime import Resources, Runtime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.traces.limit import keep_spans, make_room
 from headrace.actors.traces.store import FOLDER
@@ -51,27 +55,15 @@ from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
 from headrace.actors.version import RUNNING
+from headrace.buffer.tasks import Task
 from headrace.policies.engine import PauseMode
-from headrace.policies.learners.config import row_limits
+from headrace.policies.learners.config import LearnerConfig, row_limits
+from headrace.policies.learners.simulated import SimulatedLearnerConfig
+from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.policies.processes.engine_keys import EngineKeyFiles
+from headrace.sandboxes.base import SandboxProvider
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.config import GatewayConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.actors.cluster.section import Unit
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.rollouts.records import RolloutStore
-    from headrace.actors.rollouts.stations import TaskCatalog
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.runtime import Resources, Runtime
-    from headrace.buffer.tasks import Task
-    from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.simulated import SimulatedLearnerConfig
-    from headrace.policies.learners.slime.arguments import SlimeTerms
-    from headrace.sandboxes.base import SandboxProvider
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from headrace.actors.engine_group.registry import EngineState
 from headrace.actors.run import clocks
 from headrace.actors.run.stall_detector import ProgressSigns, StallDetector
+from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 
 if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
-    from headrace.actors.run.supervision import StatusSnapshot
 
 RESULT_ROLLOUTS = 2.0
 """Multiple of the longest rollout's duration within which at least one rollout must have a result; after that, turns

@@ -7,44 +7,29 @@ be running.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
-from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.exposition.attempts import breakdown_of
-from headrace.actors.record.logprob_drift import drift_totals
+from headrace.actors.record.logprob_drift import DriftTotals, drift_totals
 from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.push_costs import push_costs
-from headrace.actors.record.service_totals import service_totals
-from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads, service_shares
-from headrace.actors.run.changes import newest_configuration
+from headrace.actors.record.push_costs import PushCosts, push_costs
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.service_totals import ServiceTotals, service_totals
+from headrace.actors.record.utilisation import StationLoad, bottleneck, mean_in_flight, mean_loads, service_shares
+from headrace.actors.run.changes import CheckpointConfiguration, newest_configuration
 from headrace.buffer.audit.evidence import streamed
-from headrace.buffer.audit.report import acceptance
-from headrace.buffer.audit.source_report import source_reports
-from headrace.policies.learners.checkpoint_retention import best_checkpoint
+from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.audit.report import DecileReport, LeftOut, acceptance
+from headrace.buffer.audit.source_report import SourceReport, source_reports
+from headrace.policies.learners.checkpoint_retention import BestCheckpoint, best_checkpoint
 from headrace.serve.capture.coverage import WINDOW_SESSIONS, Coverage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
-
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.record.logprob_drift import DriftTotals
-    from headrace.actors.record.push_costs import PushCosts
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.record.service_totals import ServiceTotals
-    from headrace.actors.record.utilisation import StationLoad
-    from headrace.actors.run.changes import CheckpointConfiguration
-    from headrace.buffer.audit.joined_rows import JoinedRows
-    from headrace.buffer.audit.report import DecileReport, LeftOut
-    from headrace.buffer.audit.source_report import SourceReport
-    from headrace.policies.learners.checkpoint_retention import BestCheckpoint
-
 
 CRITIC_STEPS = 10
 """Maximum number of last steps over which the critic is rated."""

@@ -17,19 +17,16 @@ import random
 import select
 import signal
 import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import Final
 
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import list_checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 FIRST_WAIT_S: Final = 5.0
 LONGEST_WAIT_S: Final = 300.0

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import has_begun, streamed
-from headrace.buffer.audit.resume_report import resume_report
+from headrace.buffer.audit.resume_report import ResumeReport, resume_report
 from headrace.buffer.audit.verify import lost_rollouts
 from headrace.buffer.errors import BatchUntrainable, LedgerRefused
 from headrace.buffer.ledger.ledger import bring_up_to_date
@@ -29,16 +31,17 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks
 from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.checkpoint_retention import forget, kept_checkpoints
-from headrace.policies.learners.checkpoints import list_checkpoints, refuse_mismatch, set_aside, usable_checkpoint
+from headrace.policies.learners.checkpoints import (
+    SetAside,
+    list_checkpoints,
+    refuse_mismatch,
+    set_aside,
+    usable_checkpoint,
+)
 from headrace.policies.learners.config import trained_as
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-    from headrace.buffer.audit.resume_report import ResumeReport
-    from headrace.policies.learners.checkpoints import SetAside
 
 
 R = TypeVar("R")

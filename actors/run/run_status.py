@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.absences import read_absences
 from headrace.actors.record.metrics import each_metric, last_metric
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.record.run_state import RunState, run_state
 from headrace.actors.storage.ledger_copies import read_outcome
 from headrace.buffer.audit.condition import read_condition
@@ -16,7 +17,6 @@ from headrace.buffer.errors import LedgerRefused
 from headrace.policies.learners.checkpoints import ASIDE
 
 if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
 
 

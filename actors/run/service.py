@@ -19,14 +19,16 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from headrace.actors.cluster.node_drain import RunLeft, leave_node
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import thin_out_evaluations
 from headrace.actors.record.metrics import EvaluationMetric, StallMetric
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import (
@@ -40,19 +42,14 @@ from headrace.actors.run.supervision import (
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
+from headrace.actors.runtime.runtime import Runtime
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
-from headrace.buffer.types import GroupId
+from headrace.buffer.types import GroupId, StepReport
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
 from headrace.serve.observing.progress import Progress
-
-if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.runtime import Runtime
-    from headrace.buffer.types import StepReport
 
 R = TypeVar("R")
 

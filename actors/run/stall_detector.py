@@ -12,14 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.versions import PolicyVersion
 
 MAX_FRUITLESS_EPOCHS = 8
 """Number of consecutive learners that may end without getting beyond the highest step reached."""

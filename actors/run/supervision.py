@@ -11,42 +11,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.actors.engine_group.gate import stats_of
+from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.errors import ActorLost
-from headrace.actors.record.metrics import ServicesMetric, StationMeans, StationsMetric
-from headrace.actors.record.utilisation import SERVICE, Station, UtilisationMeter, bottleneck
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.metrics import MetricsWriter, ServicesMetric, StationMeans, StationsMetric
+from headrace.actors.record.utilisation import SERVICE, Station, StationLoad, UtilisationMeter, bottleneck
+from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
+from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.call_guard import AwakeClock
 from headrace.actors.runtime.recording import record
-from headrace.actors.services.figures import FiguresSum
-from headrace.actors.training.learner import ENDING_STAGES, Stage
-from headrace.actors.training.replay import parked_line
+from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.services.figures import FiguresSum, ServiceFigures
+from headrace.actors.training.learner import ENDING_STAGES, LearnerLoop, LearnerStatus, Stage
+from headrace.actors.training.replay import Replay, parked_line
+from headrace.buffer.core.replay import BufferStatus, SourceStatus
+from headrace.sandboxes.pool.pool import PoolStatus
+from headrace.serve.gateway.gateway import GatewayStats
+from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-
     from headrace.actors.engine_group.group import EngineGroup
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.evaluation.evaluator import Evaluator
-    from headrace.actors.places.gateway import GatewayActor
-    from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.metrics import MetricsWriter
-    from headrace.actors.record.utilisation import StationLoad
-    from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
-    from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
     from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.runtime import Runtime
-    from headrace.actors.services.figures import ServiceFigures
-    from headrace.actors.training.learner import LearnerLoop, LearnerStatus
-    from headrace.actors.training.replay import Replay
-    from headrace.buffer.core.replay import BufferStatus, SourceStatus
-    from headrace.sandboxes.pool.pool import PoolStatus
-    from headrace.serve.gateway.gateway import GatewayStats
-    from headrace.serve.observing.progress import Progress
 
 R = TypeVar("R")
 

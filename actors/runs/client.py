@@ -7,30 +7,24 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
 
 from headrace.actors.cluster.checks import refuse_absent_roles
 from headrace.actors.cluster.probe import living_nodes
-from headrace.actors.cluster.section import CLUSTER_ABSENT_S
+from headrace.actors.cluster.section import CLUSTER_ABSENT_S, ClusterSection
+from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.errors import ActorLost, RunsMissing, RunUnknown
 from headrace.actors.run.config import absolute_paths, read_recipe
-from headrace.actors.runs.contract import ACTOR_NAME
+from headrace.actors.runs.contract import ACTOR_NAME, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
 from headrace.actors.runs.layout import ClusterTerms
-from headrace.actors.runs.records import RAY_USER, RunId, Submission
+from headrace.actors.runs.records import RAY_USER, Recipe, RunEvent, RunId, RunRecord, Submission
 from headrace.actors.runs.runs import Runs
 from headrace.actors.runtime.nodes import NAMESPACE, Role
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.version import RUNNING
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from headrace.actors.cluster.section import ClusterSection
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.runs.contract import LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
-    from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
 T = TypeVar("T")
 

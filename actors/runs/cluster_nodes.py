@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from headrace.actors.cluster.checks import Node
+from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.cluster.probe import living_nodes
 from headrace.actors.errors import ActorError, ActorLost, ConfigError
 from headrace.actors.run.service import Service
 from headrace.actors.runs.contract import LEAVE_S, NodeDrained, NodeStatus
-from headrace.actors.runs.records import ActualState
-from headrace.actors.runtime.nodes import NAMESPACE, NodeAgent, agent_name
+from headrace.actors.runs.layout import ClusterTerms
+from headrace.actors.runs.records import ActualState, RunRecord
+from headrace.actors.runtime.nodes import NAMESPACE, NodeAgent, NodeReport, agent_name
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, Resources, namespace_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from headrace.actors.cluster.checks import Node
-    from headrace.actors.cluster.node_drain import RunLeft
-    from headrace.actors.runs.layout import ClusterTerms
-    from headrace.actors.runs.records import RunRecord
-    from headrace.actors.runtime.nodes import NodeReport
 
 START_S: Final = 60.0
 """Time limit for an agent to start: its process imports Ray and headrace."""

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from headrace.actors.cluster.node_drain import RunLeft
+from headrace.actors.engine_group.members_file import EngineStatus
+from headrace.actors.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
+from headrace.actors.training.trainer_calls import TrainerCall
+
 if TYPE_CHECKING:
-    from headrace.actors.cluster.node_drain import RunLeft
-    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.observer.mounted import PageAnswer, PageRequest
-    from headrace.actors.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
-    from headrace.actors.training.trainer_calls import TrainerCall
 
 LEAVE_S: Final = 60.0
 """Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 import orjson
 
@@ -25,6 +26,8 @@ from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.record.absences import OF_THE_DRIVER, Absences
 from headrace.actors.record.disk_space import lacks_space, named
 from headrace.actors.record.logs import LogTerms
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import run_guarded, sole_driver, write_summary
 from headrace.actors.run.parts import recipe_digest
@@ -34,7 +37,7 @@ from headrace.actors.runs.layout import TO_RESTORE
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runs.sweep import sweep_run
 from headrace.actors.runtime.call_guard import keep_running
-from headrace.actors.runtime.nodes import Role, kill_here, this_process
+from headrace.actors.runtime.nodes import Process, Role, kill_here, this_process
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.storage.incarnation import Incarnation
@@ -42,13 +45,6 @@ from headrace.actors.storage.restore import restore_run
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.nodes import Process
 
 INCARNATION: Final = "incarnation"
 """File in the state folder with the number of the incarnation that acted there last, and the token of a creation that

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Final
 
 from headrace.actors.errors import ActorError
 from headrace.actors.node_files.copies import NodeCopies
+from headrace.actors.node_files.pages import Held
 from headrace.actors.record.node_copies import NODE_DIGITS, NODES
-from headrace.actors.runtime.nodes import AGENT_TIMEOUT_S
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
-
-    from headrace.actors.node_files.pages import Held
-    from headrace.actors.runs.records import RunId
-    from headrace.actors.runtime.nodes import NodeAgent
+from headrace.actors.runs.records import RunId
+from headrace.actors.runtime.nodes import AGENT_TIMEOUT_S, NodeAgent
 
 EVERY_S: Final = 2.0
 """Interval between two passes of a node."""

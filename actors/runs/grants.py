@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 from pydantic import BaseModel
@@ -28,18 +28,15 @@ from headrace.actors.evaluation.plugins import EVALUATORS
 from headrace.actors.loop.judge import RULES
 from headrace.actors.mix.section import KEY
 from headrace.actors.places.providers import PROVIDERS
-from headrace.actors.run.config import SECRET, named_values
+from headrace.actors.run.config import SECRET, RunConfig, named_values
+from headrace.actors.runs.quotas import Quota, Quotas
+from headrace.actors.runs.records import Caller
 from headrace.actors.runs.table import NAME
 from headrace.actors.services.registry import SERVICES
+from headrace.buffer.primitives.registry import Registry
+from headrace.buffer.tasks import Task
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.miniatures import names as miniatures
-
-if TYPE_CHECKING:
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runs.quotas import Quota, Quotas
-    from headrace.actors.runs.records import Caller
-    from headrace.buffer.primitives.registry import Registry
-    from headrace.buffer.tasks import Task
 
 PARTS: Final[Mapping[str, Registry[Any]]] = {
     "agent.kind": AGENTS,

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
-from headrace.actors.cluster.checks import refuse_absent_roles, refuse_open_redis, refuse_too_large, refuse_unfit
+from headrace.actors.cluster.checks import Node, refuse_absent_roles, refuse_open_redis, refuse_too_large, refuse_unfit
 from headrace.actors.cluster.probe import living_nodes, marked, open_redis, probe, versions_here
 from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
@@ -24,20 +25,14 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, absolute_paths, validated
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
-from headrace.actors.runs.records import Build, Demands, Submission
+from headrace.actors.runs.grants import Rights
+from headrace.actors.runs.records import Build, Demands, Recipe, Submission
 from headrace.actors.runtime.nodes import Bundle, Role
 from headrace.actors.storage.restore import link_checkpoints
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.observing.retention import RetentionConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.cluster.checks import Node
-    from headrace.actors.runs.grants import Rights
-    from headrace.actors.runs.records import Recipe
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission.json"

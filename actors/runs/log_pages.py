@@ -9,18 +9,16 @@ Invariants:
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 
 from headrace.actors.errors import RunRefused
 from headrace.actors.record.log_lines import LogReader, Position, actor_of, logs_in
 from headrace.actors.runs.contract import LogPage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 MAX_CURSOR: Final = 256 << 10
 """Maximum number of characters of a cursor that is read."""

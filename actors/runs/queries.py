@@ -13,41 +13,32 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.cluster.head_watch import HeadWatch
+from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.errors import ActorError, ActorGone, ActorLost, ConfigError, RunError, RunRefused
-from headrace.actors.observer.mounted import MountedPages
+from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
-from headrace.actors.runs.contract import EventPage, LogPage, Readiness
+from headrace.actors.runs.cluster_nodes import ClusterNodes
+from headrace.actors.runs.contract import EventPage, LogPage, NodeStatus, Readiness
 from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.layout import reopened
+from headrace.actors.runs.layout import ClusterTerms, reopened
 from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.runs.quotas import Quotas, load_quotas
-from headrace.actors.runs.records import ActualState
+from headrace.actors.runs.records import ActualState, Caller, RunId, RunRecord
+from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
-from headrace.actors.training.trainer_calls import Weights
+from headrace.actors.training.trainer_calls import TrainerCall, Weights
 from headrace.buffer.tasks import load_tasks
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.cluster.head_watch import HeadWatch
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.observer.mounted import PageAnswer, PageRequest
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runs.cluster_nodes import ClusterNodes
-    from headrace.actors.runs.contract import NodeStatus
-    from headrace.actors.runs.layout import ClusterTerms
-    from headrace.actors.runs.records import Caller, RunId, RunRecord
-    from headrace.actors.runs.table import RunsTable
-    from headrace.actors.training.trainer_calls import TrainerCall
 
 logger = logging.getLogger(__name__)
 

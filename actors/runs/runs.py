@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, Self
+from typing import Final, NoReturn, Self
 
 from headrace.actors.cluster.head_watch import HeadWatch
 from headrace.actors.cluster.section import CLUSTER_ABSENT_S
@@ -29,10 +29,12 @@ from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
 from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runs.cluster_nodes import ClusterNodes
-from headrace.actors.runs.driver import RunDriver, Wishes, ended_by
+from headrace.actors.runs.contract import NodeDrained
+from headrace.actors.runs.driver import Ending, RunDriver, Wishes, ended_by
 from headrace.actors.runs.file_collection import EVERY_S, FileCollection
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import (
+    ClusterTerms,
     build_of,
     check_cluster,
     config_of,
@@ -44,19 +46,23 @@ from headrace.actors.runs.layout import (
 )
 from headrace.actors.runs.queries import RunQueries
 from headrace.actors.runs.quotas import next_to_start, refuse_oversized
-from headrace.actors.runs.records import RAY_USER, TRANSITIONS, ActualState, Caller, DesiredState, Role, RunId
+from headrace.actors.runs.records import (
+    RAY_USER,
+    TRANSITIONS,
+    ActualState,
+    Caller,
+    DesiredState,
+    Role,
+    RunId,
+    RunRecord,
+    Submission,
+)
 from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.operations import ABSENCE
 from headrace.actors.runtime.runtime import BeginsUnasked, end_actor
 from headrace.actors.version import RUNNING, installed
 from headrace.buffer.primitives.durable_files import replace_file
-
-if TYPE_CHECKING:
-    from headrace.actors.runs.contract import NodeDrained
-    from headrace.actors.runs.driver import Ending
-    from headrace.actors.runs.layout import ClusterTerms
-    from headrace.actors.runs.records import RunRecord, Submission
 
 TEND_S: Final = 2.0
 """Interval between two looks at the queue."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.runtime.nodes import NAMESPACE
 from headrace.actors.runtime.runtime import namespace_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
 
 OF_A_RUN: Final = re.compile(rf"{NAMESPACE}-([0-9a-f]{{32}})")
 

@@ -20,7 +20,8 @@ import re
 import shutil
 import sqlite3
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from pathlib import Path
+from typing import Any, Final, Self
 
 import orjson
 
@@ -30,9 +31,14 @@ from headrace.actors.runs.records import (
     RESUMABLE,
     TRANSITIONS,
     ActualState,
+    Build,
+    Caller,
     DesiredState,
+    Recipe,
     RunEvent,
+    RunId,
     RunRecord,
+    Submission,
     run_record,
 )
 from headrace.actors.runtime.nodes import TABLE_FILE
@@ -42,11 +48,6 @@ from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.private_folders import make_missing
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.runs.records import Build, Caller, Recipe, RunId, Submission
 
 FILE_NAME: Final = TABLE_FILE
 EVENTS_KEPT: Final = 1000

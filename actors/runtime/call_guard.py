@@ -13,16 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, NoReturn, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.absences import Absences
 from headrace.actors.runtime.operations import ABSENCE, until_back
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.runtime.runtime import Runtime
 
 R = TypeVar("R")
 

@@ -9,21 +9,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from headrace.actors.errors import first_cause
+from headrace.actors.record.absences import Absences
 from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.nodes import this_process
+from headrace.actors.runtime.nodes import Bundle, Process, this_process
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import PLAIN
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
-
-    from headrace.actors.record.absences import Absences
-    from headrace.actors.runtime.nodes import Bundle, Process
-    from headrace.actors.runtime.runtime import Resources, Runtime
+from headrace.actors.runtime.runtime import PLAIN, Resources, Runtime
 
 R = TypeVar("R")
 

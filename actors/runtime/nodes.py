@@ -16,21 +16,18 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 
+from headrace.actors.node_files.pages import Held, NodePage
 from headrace.actors.node_files.sender import next_page
 from headrace.sandboxes.kernel.processes import parse_stat
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.actors.node_files.pages import Held, NodePage
 
 ROLE_LABEL: Final = "headrace/role"
 """Label of a node with its role, for `ray start --labels`."""

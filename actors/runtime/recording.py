@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.record.metrics import line_of
+from headrace.actors.record.metrics import Metric, MetricsWriter, line_of
 from headrace.actors.runtime.operations import until_back
-
-if TYPE_CHECKING:
-    from headrace.actors.record.metrics import Metric, MetricsWriter
 
 
 async def record(writer: MetricsWriter, *records: Metric, deadline_s: float | None = None) -> None:

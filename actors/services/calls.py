@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from tenacity import (
     AsyncRetrying,
@@ -25,13 +25,11 @@ from tenacity import (
 )
 
 from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures, current_service_time
 from headrace.actors.services.limit import CallLimit, Slots
 from headrace.actors.services.service import ServiceDown
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
-
-if TYPE_CHECKING:
-    from headrace.actors.services.config import ServiceConfig
 
 R = TypeVar("R")
 

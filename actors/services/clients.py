@@ -9,30 +9,24 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import aiohttp
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.services.calls import ServiceCalls
-from headrace.actors.services.config import RetrySection, ServiceKind
+from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.corpus import CorpusRefused, read_passages
+from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.http import HttpHelperModel, HttpRetriever, HttpRewardServer
-from headrace.actors.services.registry import SERVICES, OutsideService, ServiceParts
-from headrace.actors.services.service import ServiceDown
+from headrace.actors.services.registry import SERVICES, AnyService, OutsideService, ServiceParts
+from headrace.actors.services.service import HelperModel, Retriever, RewardServer, ServiceDown
 from headrace.buffer.primitives.registry import PartRefused
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.key_files import read_key
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headrace.actors.services.config import ServiceConfig
-    from headrace.actors.services.figures import ServiceFigures
-    from headrace.actors.services.registry import AnyService
-    from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 
 CHECK_S: Final = 30.0
 """Time limit for a service to answer the check at start."""

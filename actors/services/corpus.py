@@ -9,18 +9,15 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Protocol
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from headrace.actors.services.service import Passage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 WORD: Final = r"(?u)\b\w+\b"
 MAX_LINE_BYTES: Final = 8 << 20

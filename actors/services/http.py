@@ -7,16 +7,14 @@ like a search without results or like an empty text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
 
+from headrace.actors.chat import ChatMessage
 from headrace.actors.services.calls import ServiceCalls, ServiceRefused, ServiceUnavailable, Usage
 from headrace.actors.services.service import Passage
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage
 
 OVERLOADED: Final = frozenset({429, 503})
 SHOWN_CHARACTERS: Final = 200

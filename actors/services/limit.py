@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+from typing import Final
 
 DECREASE: Final = 0.5
 """Factor by which an overload lowers the limit."""

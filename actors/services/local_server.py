@@ -13,13 +13,16 @@ import asyncio
 import hmac
 import signal
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from pathlib import Path
+from typing import ClassVar, Final
 
 import orjson
 import psutil
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.durable_files import replace_file
@@ -27,12 +30,6 @@ from headrace.policies.processes.engine_keys import is_loopback
 from headrace.policies.processes.parent_death import die_with_parent, outlive_parent
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.key_files import read_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from aiohttp.typedefs import Handler
 
 CLOSE_S: Final = 0.5
 """Time for the requests in progress to end when the server stops."""

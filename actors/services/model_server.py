@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, NoReturn
 
 import aiohttp
 from aiohttp import web
@@ -19,26 +21,20 @@ from aiohttp import web
 from headrace.actors.errors import first_cause
 from headrace.actors.services.local_server import ListenOptions, LocalServer
 from headrace.actors.services.started import model_digest
-from headrace.policies.engine import EngineId, GenerateRequest, RequestId
+from headrace.policies.engine import Engine, EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import EngineError, EngineUnavailable, TemplateRefused
+from headrace.policies.processes.server_process import ServerProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.conversation import TurnAnswer
 from headrace.serve.dialects import fields
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import WireRequest
 from headrace.serve.errors import BadRequest, InfraError, WireError
 from headrace.serve.gateway.bodies import read_body
 from headrace.serve.parsing.parser_choice import choose_parser
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from headrace.policies.engine import Engine
-    from headrace.policies.processes.server_process import ServerProcess
-    from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.dialects.dialect import WireRequest
-    from headrace.serve.rendering.render import Renderer
 
 FOREIGN_VERSION: Final = "0.0"
 _CHAT: Final = ChatCompletions()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
+import aiohttp
+
+from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.calls import ServiceCalls, ServiceRefused, ServiceUnavailable, Usage
 from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.http import HttpEndpoint, HttpHelperModel, HttpRetriever, HttpRewardServer
+from headrace.actors.services.service import Passage
 from headrace.buffer.primitives.registry import Registry
-
-if TYPE_CHECKING:
-    import aiohttp
-
-    from headrace.actors.chat import ChatMessage
-    from headrace.actors.services.service import Passage
 
 R = TypeVar("R")
 

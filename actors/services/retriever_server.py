@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 from aiohttp import web
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.corpus import CorpusRefused, PassageIndex
-from headrace.actors.services.local_server import LocalServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from headrace.actors.services.local_server import ListenOptions
+from headrace.actors.services.local_server import ListenOptions, LocalServer
 
 MAX_TOP_K: Final = 100
 MAX_QUERIES: Final = 1024

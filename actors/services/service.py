@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
+from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage
 
 
 class ServiceDown(Exception):

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -31,12 +31,10 @@ import psutil
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.clients import refuse_silent_services
+from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.corpus import digest_of
 from headrace.policies.processes.server_process import option_list
 from headrace.sandboxes.child_environment import child_environment
-
-if TYPE_CHECKING:
-    from headrace.actors.services.config import ServiceConfig
 
 SERVICES_FOLDER: Final = "services"
 IDLE_S: Final = 1800.0

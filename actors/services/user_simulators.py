@@ -16,17 +16,14 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from pydantic import Field, model_validator
 
 from headrace.actors.chat import ChatMessage
 from headrace.actors.section import Section
 from headrace.actors.services.rule_user import STOP, RuleUser
-from headrace.actors.services.service import ServiceDown
-
-if TYPE_CHECKING:
-    from headrace.actors.services.service import HelperModel, Services
+from headrace.actors.services.service import HelperModel, ServiceDown, Services
 
 GREETING: Final = "Hi! How can I help you today?"
 """The agent's words before the user's first line, for helper models."""

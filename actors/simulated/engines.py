@@ -13,28 +13,24 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import orjson
 from opentelemetry import trace
 from opentelemetry.context import Context
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.record.metrics import UNRECORDED, SimulatedPushMetric
+from headrace.actors.record.metrics import UNRECORDED, MetricsWriter, SimulatedPushMetric
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine
+from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine, SimulatedEnginesConfig
 from headrace.serve.observing import span_names as names
-
-if TYPE_CHECKING:
-    from headrace.actors.record.metrics import MetricsWriter
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.learners.simulated import SimulatedEnginesConfig
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.simulated.engines")

@@ -9,17 +9,12 @@ Invariants:
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headrace.buffer.primitives.slowdowns import SlowKind
+from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, SimulatedVerdict, Task, TaskId
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.primitives.slowdowns import Slowdown
-
 
 FAMILY: Final = "simulated"
 

@@ -7,13 +7,11 @@ has a predecessor. The caller kills the actors that must read them again.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FOREIGN: Final = ("notes.txt", "checkpoints/7.x", "checkpoints/.unfinished", "trajectories/9.old")
 CUT_BYTES: Final = 3

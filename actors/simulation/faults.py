@@ -21,16 +21,18 @@ import random
 import sqlite3
 import tempfile
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import ActorError, RunError, first_cause
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import run_guarded
 from headrace.actors.run.parts import Externals
@@ -50,11 +52,6 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.tasks import write_tasks
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.actors.run.config import RunConfig
 
 PATIENCE_S: Final = 6 * 3600.0
 """Maximum time that the run may take after the storm; a run of a few steps needs minutes."""

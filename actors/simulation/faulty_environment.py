@@ -12,17 +12,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from headrace.actors.simulation.faulty_runtime import RUNNING, require_alive
 from headrace.actors.simulation.ordered_tasks import NumberedFuture
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
-    from headrace.sandboxes.simulated.provider import SimulatedProvider
+from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
+from headrace.sandboxes.simulated.provider import SimulatedProvider
 
 EPOCH_S = 1_700_000_000.0
 

@@ -16,19 +16,16 @@ import contextvars
 import itertools
 import logging
 import pickle
+import random
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.runtime.nodes import Bundle, Process
 from headrace.actors.runtime.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
 from headrace.actors.simulation.ordered_tasks import NumberedTask
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Coroutine, Iterator
-
-    from headrace.actors.runtime.nodes import Bundle, Process
 
 T = TypeVar("T")
 

@@ -8,8 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,15 +27,10 @@ from headrace.actors.simulated.tasks import simulated_tasks, task_name
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind, refuse_names
+from headrace.buffer.tasks import Task
 from headrace.policies.learners.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.buffer.tasks import Task
 
 LEASE_S: Final = 3600.0
 """Lease duration of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""

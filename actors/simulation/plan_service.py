@@ -6,26 +6,21 @@ Invariant: the configuration is the same in virtual and in real time, with the i
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.metrics import UNRECORDED
-from headrace.actors.run.config import resolve
+from headrace.actors.record.metrics import UNRECORDED, MetricsLog
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
+from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.simulation.plan import SimulationPlan
 from headrace.buffer.primitives.slowdowns import SlowKind
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from headrace.actors.record.metrics import MetricsLog
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runtime.runtime import Runtime
-    from headrace.actors.simulation.plan import SimulationPlan
 
 CHECK_INTERVAL_S = 600.0
 """Interval of the supervision's checks in virtual time; one check a second would cost more than the run."""

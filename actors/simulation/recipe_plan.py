@@ -6,17 +6,14 @@ preset's, or are given with `--set`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.mix.section import KEY
 from headrace.actors.run.overlays import load_layered
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.plan import SimulationPlan
 
 _NAMED = ("batch_size", "group_size", "max_staleness", "mode", "rule")
 """Keys of [buffer] that are keys of a plan."""

@@ -11,24 +11,17 @@ import hashlib
 import re
 import sqlite3
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from headrace.buffer.audit.evidence import read_evidence, read_trajectories
-from headrace.buffer.audit.report import acceptance
+from headrace.buffer.audit.evidence import Evidence, read_evidence, read_trajectories
+from headrace.buffer.audit.report import DecileReport, acceptance
 from headrace.buffer.audit.verify import audit
 from headrace.buffer.core.classification import trained_tokens
-from headrace.buffer.core.records import RolloutState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.audit.report import DecileReport
-    from headrace.buffer.core.records import AttemptRecord, CommitRecord
+from headrace.buffer.core.records import AttemptRecord, CommitRecord, RolloutState
 
 _RANDOM_NAMES = re.compile(r'"(?:worker|sandbox)":"[^"]*"')
 _UNDECIDED = frozenset({RolloutState.IN_FLIGHT, RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED})

@@ -10,26 +10,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import orjson
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.record.metrics import MetricsLog
 from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.simulation.plan import MINUTE_S, Mode
+from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.simulation.plan import MINUTE_S, Mode, SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
-from headrace.actors.simulation.run_statistics import history_digest, read_statistics
+from headrace.actors.simulation.run_statistics import RunStatistics, history_digest, read_statistics
 from headrace.actors.simulation.virtual_time import run_virtual
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.simulated.engines import SimulatedEngineGroup
-    from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.simulation.run_statistics import RunStatistics
 
 COLLECT_EVERY: Final = 50_000
 """Number of allocations between two garbage collections."""

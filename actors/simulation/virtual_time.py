@@ -15,12 +15,10 @@ import heapq
 import itertools
 import random
 import threading
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
-
-if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Callable, Coroutine
-    from contextvars import Context
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, NoReturn, TypeVar
 
 T = TypeVar("T")
 

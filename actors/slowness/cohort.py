@@ -14,25 +14,20 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.actors.slowness.rows import in_order
+from headrace.actors.slowness.rows import RolloutTime, in_order
 from headrace.actors.slowness.samples import columns_without, durations_without, quantiles_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from headrace.actors.slowness.rows import RolloutTime
-
-    Floats = NDArray[np.float64]
-    Places = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 Key = TypeVar("Key")
 

@@ -10,14 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.slowness.rows import in_order
+from headrace.actors.slowness.rows import RolloutTime, RunTimes, in_order
 from headrace.actors.slowness.told import place_of_rollout, printable, shown
-
-if TYPE_CHECKING:
-    from headrace.actors.slowness.rows import RolloutTime, RunTimes
 
 RANGE: Final = re.compile(r"(\d+)-(\d+)")
 NAME: Final = 24

@@ -8,7 +8,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.slowness.meanwhile import EVALUATION, add_metrics, intervals_of_ledger
@@ -16,10 +18,6 @@ from headrace.actors.slowness.reading import ENDED, committed_steps, measured_pa
 from headrace.actors.slowness.rows import EARLIER_ATTEMPTS, RolloutTime, RunTimes
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 _COLUMNS: Final = (
     "rollout_id",

@@ -19,30 +19,24 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from types import NoneType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.actors.slowness.advice import stage_of
-from headrace.actors.slowness.rows import EARLIER_ATTEMPTS
-from headrace.buffer.breakdown import TOOL
+from headrace.actors.slowness.cohort import Cohorts
+from headrace.actors.slowness.rows import EARLIER_ATTEMPTS, Interval, RolloutTime
+from headrace.buffer.breakdown import TOOL, Label
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from headrace.actors.slowness.cohort import Cohorts
-    from headrace.actors.slowness.rows import Interval, RolloutTime
-    from headrace.buffer.breakdown import Label
-
-    Floats = NDArray[np.float64]
-    Places = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 FALSE_DISCOVERIES: Final = 0.01
 LEAST_SUPPORT: Final = 3

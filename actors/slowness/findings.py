@@ -11,23 +11,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headrace.actors.slowness.cohort import Cohorts
 from headrace.actors.slowness.factors import LEAST_SUPPORT, Factor, Held
 from headrace.actors.slowness.rows import RUNNING
 from headrace.actors.slowness.windows import Windows
 from headrace.buffer.breakdown import TOOL
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from headrace.actors.slowness.cohort import Cohorts
-
-    Floats = NDArray[np.float64]
-    Places = NDArray[np.int64]
-    Factors = Mapping[str, Sequence[tuple[Factor, frozenset[int]]]]
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+Factors = Mapping[str, Sequence[tuple[Factor, frozenset[int]]]]
 
 RATIO: Final = 1.5
 """A slow rollout takes longer than this many times the median of its cohort."""

@@ -10,20 +10,25 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from headrace.actors.record.running import EVERY_S, FEW, FOLDER, STUCK, newest, read_running
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.running import (
+    EVERY_S,
+    FEW,
+    FOLDER,
+    STUCK,
+    RunningFile,
+    RunningRollout,
+    newest,
+    read_running,
+)
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.record.running import RunningFile, RunningRollout
 
 SILENT_S: Final = 10 * EVERY_S
 """Time without a word of a worker after which its rollouts count as interrupted."""

@@ -5,19 +5,15 @@ Invariant: of `metrics.jsonl` only the records of pushes and of pacing are parse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
-from headrace.actors.slowness.rows import Interval
+from headrace.actors.slowness.rows import Interval, StepTime
+from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.serve.observing.retention import kept_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.slowness.rows import StepTime
-    from headrace.buffer.audit.joined_rows import JoinedRows
 
 EVALUATION: Final = "evaluation"
 """Kind of event: a held-out evaluation ran. Also the purpose of its rollouts."""

@@ -7,16 +7,13 @@ that time as its duration, would hide stragglers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 NORMAL: Final = NormalDist()
 LEAST_S: Final = 1e-6

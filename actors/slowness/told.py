@@ -6,19 +6,13 @@ Invariant: what agents wrote (names of tools) is printed without control charact
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.slowness.cohort import Cohorts
-from headrace.actors.slowness.rows import in_order
-from headrace.actors.slowness.verdicts import explain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from headrace.actors.slowness.cohort import Typical
-    from headrace.actors.slowness.rows import RolloutTime, RunTimes
-    from headrace.actors.slowness.verdicts import SlowReport, Verdict
+from headrace.actors.slowness.cohort import Cohorts, Typical
+from headrace.actors.slowness.rows import RolloutTime, RunTimes, in_order
+from headrace.actors.slowness.verdicts import SlowReport, Verdict, explain
 
 BAR: Final = 40
 """Characters of the longest bar."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +27,8 @@ from headrace.actors.slowness.findings import (
     slow_by_factor,
     slow_tasks,
 )
-from headrace.actors.slowness.rows import RUNNING, RolloutTime
+from headrace.actors.slowness.rows import RUNNING, RolloutTime, RunTimes, StepTime
 from headrace.buffer.breakdown import is_of_agent
-
-if TYPE_CHECKING:
-    from headrace.actors.slowness.rows import RunTimes, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

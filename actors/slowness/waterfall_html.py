@@ -11,18 +11,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headrace.actors.slowness.rows import in_order
+from headrace.actors.slowness.cohort import Typical
+from headrace.actors.slowness.rows import RolloutTime, in_order
 from headrace.actors.slowness.told import limit_of, printable, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headrace.actors.slowness.cohort import Typical
-    from headrace.actors.slowness.rows import RolloutTime
-    from headrace.actors.slowness.verdicts import Verdict
+from headrace.actors.slowness.verdicts import Verdict
 
 WIDTH: Final = 1000
 """Units of a bar's drawing, whatever its width on the screen."""

@@ -5,10 +5,12 @@ Invariant: a breakdown has lengths and not positions, so a window is the phase o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headrace.actors.slowness.cohort import Cohorts
 from headrace.actors.slowness.rows import (
     DISPATCH,
     EARLIER_ATTEMPTS,
@@ -19,14 +21,7 @@ from headrace.actors.slowness.rows import (
 )
 from headrace.buffer.breakdown import BEFORE_AGENT
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from headrace.actors.slowness.cohort import Cohorts
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 class Windows:

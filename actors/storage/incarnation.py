@@ -25,11 +25,12 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, Self
+from typing import Final, NoReturn, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -37,9 +38,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.actors.errors import RunFenced, StorageLost
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.durable_files import create_file, fsync, replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FOLDER: Final = "incarnations"
 FILES_KEPT: Final = 5

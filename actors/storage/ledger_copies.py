@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 import orjson
 
 from headrace.buffer.core.replay import CopyOutcome
 from headrace.buffer.errors import LedgerBroken
 from headrace.buffer.ledger.copies import write_copy
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.durable_files import replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.buffer.ledger.store import ReplayStore
-    from headrace.buffer.types import CheckpointRef
+from headrace.buffer.types import CheckpointRef
 
 logger = logging.getLogger(__name__)
 

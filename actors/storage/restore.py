@@ -11,13 +11,16 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.buffer.core.outages import utc
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.copies import (
+    CopyRef,
     copied_versions,
     copies_folder,
     read_copy,
@@ -28,15 +31,8 @@ from headrace.buffer.ledger.copies import (
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointDamaged, CheckpointUnreadable
-from headrace.policies.learners.checkpoints import KEPT, check_checkpoint, list_checkpoints, set_aside
+from headrace.policies.learners.checkpoints import KEPT, SetAside, check_checkpoint, list_checkpoints, set_aside
 from headrace.sandboxes.leftovers import IDENTITY_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.buffer.ledger.copies import CopyRef
-    from headrace.policies.learners.checkpoints import SetAside
 
 _VERSION = re.compile(r"\d+\.\d+")
 _CHECKPOINTS = "checkpoints"

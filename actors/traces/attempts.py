@@ -7,7 +7,8 @@ the service ended. An answer that does not solve its task is neither.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.actors.record.run_directory import RunDirectory, identity_of
 from headrace.actors.slowness.reading import read_times
@@ -16,9 +17,6 @@ from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.types import Cause
 from headrace.serve.observing.tracing import trace_id_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FAILED: Final = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED})
 

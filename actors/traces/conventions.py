@@ -7,15 +7,13 @@ Files keep our names; a span that is sent has its conventional name, and ours as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from opentelemetry.trace import SpanKind
 
 from headrace.serve.observing import span_names as names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 OUR_NAME: Final = "headrace.span"
 

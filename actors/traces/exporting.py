@@ -14,9 +14,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import orjson
 
@@ -29,15 +31,11 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import trace_id_text
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-    from typing import Protocol
 
-    class SendsSpans(Protocol):
-        """A collector."""
+class SendsSpans(Protocol):
+    """A collector."""
 
-        def send(self, spans: Iterable[Mapping[str, Any]]) -> bool: ...
+    def send(self, spans: Iterable[Mapping[str, Any]]) -> bool: ...
 
 
 FOLDER: Final = "observer"

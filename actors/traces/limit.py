@@ -12,7 +12,9 @@ import logging
 import os
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final
 
 import orjson
 import zstandard
@@ -22,14 +24,9 @@ from headrace.actors.traces.store import FOLDER, KEPT, REMOVED_FILE, TORN, SpanF
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
+from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.span_files import SUFFIX, ZSTD, compress, end
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
-
-    from headrace.serve.observing.retention import RetentionConfig
-    from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 ORDINARY: Final = "removed_ordinary"
 SLOW_OR_FAILED: Final = "removed_slow_or_failed"

@@ -6,12 +6,13 @@ another one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
@@ -22,14 +23,7 @@ from headrace.actors.traces.conventions import (
     conventional_resource,
     kind_of,
 )
-from headrace.serve.observing.telemetry import EXAMPLES, check_receiver
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from opentelemetry.sdk.trace.export import SpanExporter
-
-    from headrace.serve.observing.telemetry import OtlpProtocol
+from headrace.serve.observing.telemetry import EXAMPLES, OtlpProtocol, check_receiver
 
 BATCH_SPANS: Final = 512
 """Spans in one request."""

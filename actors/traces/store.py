@@ -12,18 +12,16 @@ import io
 import re
 import time
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from pathlib import Path
+from typing import Any, Final, Self
 
 import orjson
 import zstandard
 
 from headrace.actors.record.node_copies import folders_of_nodes
 from headrace.serve.observing.span_files import LOST_SUFFIX, ZSTD
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-    from pathlib import Path
 
 FOLDER: Final = "spans"
 """Name of the folder of span files in a run's state."""

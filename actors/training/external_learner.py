@@ -20,13 +20,14 @@ import asyncio
 import math
 import shutil
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.training.trainer_folders import TrainerFolders
-from headrace.buffer.types import CheckpointRef, StepReport
+from headrace.buffer.types import Batch, CheckpointRef, RolloutId, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import (
     BatchReleased,
@@ -37,17 +38,11 @@ from headrace.policies.errors import (
     TrainerRefused,
     TrainerStateLost,
 )
-from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoints import read_checkpoint, trained_model
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.models.model_files import weight_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from headrace.buffer.types import Batch, RolloutId
-    from headrace.policies.learner import LearnerState
-    from headrace.policies.learners.config import LearnerConfig
 
 KEPT_WEIGHTS: Final = 2
 """Number of directories of named weights that are kept: the one being pushed and the one before it."""

@@ -12,31 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
 from headrace.actors.errors import ActorError
+from headrace.actors.record.absences import Absences
 from headrace.actors.runtime.runtime import end_actor
-from headrace.actors.training.external_learner import ExternalLearner
-from headrace.actors.training.learner import LearnerLoop, Stage
-from headrace.actors.training.trainer_calls import Commit, Release, Take
+from headrace.actors.training.external_learner import ExternalLearner, TrainerOrder
+from headrace.actors.training.learner import LearnerLoop, LearnerStatus, Stage, TrainingEnd
+from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.types import RolloutId
+from headrace.buffer.types import Batch, BatchItem, RolloutId, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import TrainerRefused, TrainerStateLost
+from headrace.policies.learner import Learner
 from headrace.policies.learners.config import LearnerConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.actors.engine_group.group import EngineGroup
-    from headrace.actors.record.absences import Absences
-    from headrace.actors.training.external_learner import TrainerOrder
-    from headrace.actors.training.learner import LearnerStatus, TrainingEnd
-    from headrace.actors.training.trainer_calls import TrainerCall
-    from headrace.buffer.types import Batch, BatchItem, StepReport
-    from headrace.policies.learner import Learner
 
 LEARNER: Final = "learner"
 """Name of the learner's actor in its run."""

@@ -21,7 +21,8 @@ import logging
 import os
 import random
 from collections import Counter
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -30,23 +31,30 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry import trace
-from opentelemetry.trace import Link
+from opentelemetry.trace import Link, Span
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.logprob_drift import mismatch_alarm
 from headrace.actors.record.metrics import SourceStep, StepMetric
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
+from headrace.buffer.types import Batch, BatchItem, BatchLease, CheckpointRef, StepReport
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import BatchReleased, LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
+from headrace.policies.learner import Learner, WeightsSnapshot
 from headrace.policies.learners.checkpoints import set_aside, usable_checkpoint
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.progress import trained_tokens
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
@@ -54,19 +62,7 @@ from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import attempt_context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
-
-    from opentelemetry.trace import Span
-
     from headrace.actors.engine_group.group import EngineGroup
-    from headrace.actors.record.actor_telemetry import ActorTelemetry
-    from headrace.actors.simulated.engines import SimulatedEngineGroup
-    from headrace.actors.training.replay import Replay
-    from headrace.buffer.types import Batch, BatchItem, BatchLease, CheckpointRef, StepReport
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.learner import Learner, WeightsSnapshot
-    from headrace.policies.learners.config import LearnerConfig
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.training.learner")

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.training.rank_group import RankGroup, end_after
+from headrace.buffer.types import Batch, CheckpointRef
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import LearnerError, ModelInvalid, RankFailed
+from headrace.policies.learners.ranks.contract import RankStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from headrace.buffer.types import Batch, CheckpointRef
-    from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.ranks.contract import RankStep
     from headrace.policies.learners.ranks.rank import MegatronRank
 
 

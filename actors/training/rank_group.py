@@ -16,15 +16,13 @@ import math
 import os
 import threading
 import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 
 from headrace.policies.errors import RankFailed
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -13,43 +13,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 from headrace.actors.errors import TasksParked
-from headrace.actors.record.metrics import UNRECORDED, RecordsMetrics, RolloutPhasesMetric
+from headrace.actors.record.metrics import UNRECORDED, MetricsLog, RecordsMetrics, RolloutPhasesMetric
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.storage.ledger_copies import LedgerCopies
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.mix.sources import Source
+from headrace.buffer.core.replay import BufferStatus
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.tasks import Task, TaskId, load_tasks
-from headrace.buffer.types import Cause, ReceiptStatus
+from headrace.buffer.types import (
+    Batch,
+    BatchLease,
+    Cause,
+    CheckpointRef,
+    GroupId,
+    Receipt,
+    ReceiptStatus,
+    RolloutId,
+    RolloutOrder,
+    RolloutResult,
+    StepReport,
+)
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.actors.record.metrics import MetricsLog
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.mix.sources import Source
-    from headrace.buffer.core.replay import BufferStatus
-    from headrace.buffer.row_limits import RowLimits
-    from headrace.buffer.types import (
-        Batch,
-        BatchLease,
-        CheckpointRef,
-        GroupId,
-        Receipt,
-        RolloutId,
-        RolloutOrder,
-        RolloutResult,
-        StepReport,
-    )
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from argparse import Namespace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.training.rank_group import RankGroup, end_after
 from headrace.policies.errors import LearnerSettingsInvalid, RankFailed
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Sequence
-
     from headrace.actors.training.slime_rank import RankState, RankStep
 
 

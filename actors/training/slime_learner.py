@@ -16,9 +16,11 @@ import math
 import secrets
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from headrace.actors.training.slime_group import SlimeGroup
 from headrace.buffer.primitives.durable_files import link_or_copy
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
@@ -31,14 +33,11 @@ from headrace.policies.learners.config import row_limits, trained_as
 from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
+from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.policies.learners.slime.parsing import parse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.actors.training.slime_group import SlimeGroup
     from headrace.actors.training.slime_rank import RankStep
-    from headrace.policies.learners.slime.arguments import SlimeTerms
 
 SLIME_STATE: Final = "slime"
 """Folder of a checkpoint with slime's own files."""

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import re
 import shutil
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
 
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.learners.checkpoint_retention import remove_old
-from headrace.policies.learners.checkpoints import publish, stage, write_manifest
+from headrace.policies.learners.checkpoints import Manifest, publish, stage, write_manifest
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.push.compatibility import check_fits, read_model_specs
 from headrace.policies.push.directories import description_files
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.learners.checkpoints import Manifest
-    from headrace.policies.learners.config import LearnerConfig
 
 STATE_SUFFIX: Final = "-state"
 _FOLDER: Final = re.compile(rf"\d+\.\d+({STATE_SUFFIX})?")

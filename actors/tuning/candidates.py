@@ -7,17 +7,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.tuning.duration_fit import Fit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.duration_fit import Fit
 
 CARRY: Final = "carry"
 ABORT: Final = "abort"

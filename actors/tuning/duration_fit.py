@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.slowness.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
 from headrace.actors.tuning.mixed_model import MixedFit, fit_mixed
 from headrace.actors.tuning.records import Observation, Recording, refuse_thin
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 QUANTILES: Final = 1000
 """Number of durations that represent the curve."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,8 +18,6 @@ from headrace.actors.tuning.result import COLUMNS, TuningResult, cells
 from headrace.serve.observing.plots import AMBER, DEEP, INK, MIST, STONE, WATER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from headrace.actors.tuning.search import SearchResult
     from headrace.actors.tuning.trial import Trial
 

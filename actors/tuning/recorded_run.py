@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import reopen
 from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
 from headrace.actors.simulation.run_statistics import most_in_flight
@@ -24,12 +27,6 @@ from headrace.actors.tuning.records import Observation, Recording
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.types import Cause
 from headrace.sandboxes.simulated.provider import SimulationConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.run.config import RunConfig
 
 BEFORE: Final = ("boot", "prepare")
 """Phases before the agent phase, excluding the wait for a sandbox."""

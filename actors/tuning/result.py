@@ -12,12 +12,12 @@ import orjson
 from rich.table import Table
 
 from headrace.actors.tuning.candidates import recorded_candidate
+from headrace.actors.tuning.duration_fit import Fit
+from headrace.actors.tuning.records import Recording
 from headrace.actors.tuning.selection import Prediction, pareto_front
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.duration_fit import Fit
-    from headrace.actors.tuning.records import Recording
     from headrace.actors.tuning.search import SearchResult
     from headrace.actors.tuning.trial import Trial
 

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.tuning.candidates import Candidate
 from headrace.actors.tuning.selection import WITHIN, Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.trial import FailedTrial, Trial, run_trial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.candidates import Candidate
 
 LEAST_STEPS: Final = 8
 """Minimum number of steps in a trial, half of which are the warm-up."""

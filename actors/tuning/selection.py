@@ -12,12 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from headrace.actors.tuning.trial import Trial
 
 WITHIN: Final = 0.03

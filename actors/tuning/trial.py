@@ -12,20 +12,18 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import ConfigError, RunStalled, TasksParked
 from headrace.actors.simulated.durations import Durations
 from headrace.actors.simulated.tasks import is_solved
+from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.tuning.candidates import Candidate
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.tasks import SimulatedVerdict, Task
-
-if TYPE_CHECKING:
-    from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.candidates import Candidate
-    from headrace.buffer.types import RolloutId
+from headrace.buffer.types import RolloutId
 
 SLOW: Final = 0.9
 """Rank above which an attempt belongs to the slowest decile."""

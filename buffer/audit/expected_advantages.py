@@ -7,16 +7,12 @@ is common: when it accepts a given group.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from headrace.buffer.core.acceptance import GroupView, effective_since
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from headrace.buffer.core.acceptance import AcceptanceRule
-    from headrace.buffer.step_scores import StepScores
+from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since
+from headrace.buffer.step_scores import StepScores
 
 KINDS: Final = frozenset({"grpo", "grpo_no_std", "leave_one_out", "grpo_first_round"})
 _EPSILON: Final = 1e-6

@@ -17,22 +17,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.buffer.audit.evidence import begin_with_archive, read_only, read_trajectory, reading
 from headrace.buffer.audit.export_columns import TASK, converted, export_columns
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.errors import ExportRefused
 from headrace.buffer.primitives.durable_files import publish_folder
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.buffer.types import Trajectory
+from headrace.buffer.types import Trajectory
 
 ROWS_AT_ONCE = 64
 TABLE_ROWS_AT_ONCE = 20_000

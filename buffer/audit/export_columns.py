@@ -9,15 +9,13 @@ Invariants:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.schema import TABLES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _TYPES: Final = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
 _FLAGS: Final = {

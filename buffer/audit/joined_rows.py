@@ -11,19 +11,16 @@ Invariants:
 from __future__ import annotations
 
 import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from headrace.buffer.core.records import AttemptRecord, GroupRecord, RolloutRecord
 from headrace.buffer.ledger.archive import next_numbers
 from headrace.buffer.ledger.schema import TABLES
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from headrace.buffer.types import GroupId, RolloutId
+from headrace.buffer.types import GroupId, RolloutId
 
 R = TypeVar("R")
 

@@ -11,19 +11,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
+from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
+from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.records import Action, AttemptRecord, GroupState, RolloutState
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, GroupId
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
-    from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.tasks import TaskId
 
 DECILES = 10
 _FATES = {RolloutState.TRAINED: "trained", RolloutState.EVICTED: "evicted", RolloutState.FILTERED: "filtered"}

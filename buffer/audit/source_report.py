@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
 from headrace.buffer.core.classification import FAILED
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.types import GroupId
-
-if TYPE_CHECKING:
-    from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

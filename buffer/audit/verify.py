@@ -11,11 +11,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness, read_trajectories, streamed
+from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.audit.verify_groups import GroupAudit
 from headrace.buffer.core.classification import FAILED, trained_tokens
 from headrace.buffer.core.mix.names import ended_counter
@@ -34,13 +37,7 @@ from headrace.buffer.core.records import (
 from headrace.buffer.types import BatchId, Cause, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from headrace.buffer.audit.joined_rows import GroupHistory
-
-    Progress = Callable[[int, int], object]
+Progress = Callable[[int, int], object]
 
 PROGRESS_GROUPS: Final = 4096
 """Number of groups checked between two progress reports."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from headrace.buffer.audit.expected_advantages import (
     KINDS,
@@ -26,17 +26,13 @@ from headrace.buffer.audit.expected_advantages import (
     expected_turns,
     expected_values,
 )
+from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since, parse_rule
 from headrace.buffer.core.classification import FAILED
 from headrace.buffer.core.records import GroupRecord, GroupState, RolloutRecord, RolloutState, TaskRecord
+from headrace.buffer.step_scores import StepScores
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, GroupId, RolloutId
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from headrace.buffer.audit.joined_rows import GroupHistory
-    from headrace.buffer.step_scores import StepScores
-    from headrace.buffer.tasks import TaskId
 
 _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.records import AttemptRecord, BatchRecord, BatchState, RolloutState
 from headrace.buffer.core.staleness import evict
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.errors import BatchUntrainable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.types import RolloutId
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.types import RolloutId
+from headrace.buffer.versions import PolicyVersion
 
 
 class BatchQueue:

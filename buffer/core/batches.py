@@ -19,28 +19,31 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from heapq import nsmallest
-from typing import TYPE_CHECKING
 
 from headrace.buffer.core.batch_queue import untrainable
-from headrace.buffer.core.records import BatchMember, BatchRecord, BatchState, CommitRecord, FilterReason, RolloutState
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.epochs import Epochs
+from headrace.buffer.core.mix.sources import Mix
+from headrace.buffer.core.records import (
+    BatchMember,
+    BatchRecord,
+    BatchState,
+    CommitRecord,
+    FilterReason,
+    RolloutRecord,
+    RolloutState,
+)
 from headrace.buffer.core.staleness import evict, stalest
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.core.training_path import digest_of
 from headrace.buffer.errors import DataExhausted, LeaseError, VersionMismatch
 from headrace.buffer.sanitizer import clean_text, plain_metrics
 from headrace.buffer.types import BatchId, BatchLease, RolloutId, StepReport, extend_chain
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.epochs import Epochs
-    from headrace.buffer.core.mix.sources import Mix
-    from headrace.buffer.core.records import RolloutRecord
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
 
 
 class BatchBook:

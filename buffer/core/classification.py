@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.codec import refuse_unstorable
 from headrace.buffer.core.records import TrainedTokens
+from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.sanitizer import (
     clean_text,
     plain_breakdown,
@@ -23,13 +24,9 @@ from headrace.buffer.sanitizer import (
     plain_scores,
     plain_version,
 )
+from headrace.buffer.step_scores import StepScores
 from headrace.buffer.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
-
-if TYPE_CHECKING:
-    from headrace.buffer.breakdown import Breakdown
-    from headrace.buffer.row_limits import RowLimits
-    from headrace.buffer.step_scores import StepScores
-    from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.versions import PolicyVersion, VersionTree
 
 FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 """Causes that lead to a new attempt and count as a failure."""

@@ -14,17 +14,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from headrace.buffer.core.mix.names import source_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.core.records import TaskRecord
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.tasks import Task, TaskId
+from headrace.buffer.core.records import TaskRecord
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.tasks import Task, TaskId
 
 Curriculum = Literal["none", "frontier"]
 WINDOW: Final = 8

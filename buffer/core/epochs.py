@@ -9,23 +9,20 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.records import CheckpointRecord, EpochRecord
+from headrace.buffer.core.state import ReplayState
 from headrace.buffer.errors import CheckpointLate, CheckpointMissing, LedgerBehind, LedgerMismatch, StaleEpoch
 from headrace.buffer.sanitizer import plain_checkpoint
+from headrace.buffer.types import CheckpointRef, RolloutId
 from headrace.buffer.versions import PolicyVersion
 
 EPOCHS_RESERVED: Final = "epochs_reserved"
 """Counter of a ledger that was restored from a copy: epochs up to this number may have been opened after the copy."""
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.buffer.core.batch_queue import BatchQueue
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.types import CheckpointRef, RolloutId
 
 
 def finished_late(version: PolicyVersion, epochs: Iterable[EpochRecord], *, reserved: int) -> bool:

@@ -10,26 +10,22 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 from headrace.buffer.core.classification import classify
+from headrace.buffer.core.mix.sources import Mix
 from headrace.buffer.core.outages import COUNTED, Outages
 from headrace.buffer.core.records import AttemptRecord, GroupRecord, GroupState, RolloutRecord, RolloutState
+from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.staleness import evict
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.row_limits import RowLimits
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, Receipt, ReceiptStatus, RolloutId, RolloutResult
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from headrace.buffer.core.mix.sources import Mix
-    from headrace.buffer.core.sealing import Sealing
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.row_limits import RowLimits
-    from headrace.buffer.tasks import TaskId
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.versions import PolicyVersion
 
 GIVEN_UP = "cancelled before its end: the run or its node was drained"
 

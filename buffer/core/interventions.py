@@ -10,9 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.records import (
     Action,
     AttemptRecord,
@@ -23,17 +24,12 @@ from headrace.buffer.core.records import (
     InterventionRecord,
     RolloutState,
 )
+from headrace.buffer.core.sealing import Sealing
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.errors import LeaseError, TaskNotParked
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import BatchId, Cause, RolloutId
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.buffer.core.batch_queue import BatchQueue
-    from headrace.buffer.core.sealing import Sealing
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
 
 
 class Interventions:

@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.buffer.core.classification import FAILED
 from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.core.records import AttemptRecord, Charge, Component, HostFailures, OutageRecord
+from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.suspect_hosts import HostRecords
+from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.tasks import TaskId
 
 WINDOW_S: Final = 600.0
 """Age up to which the end of an attempt counts when deciding whether the system is failing."""

@@ -9,19 +9,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.breakdown import Breakdown
-    from headrace.buffer.core.advantages import AdvantageKind
-    from headrace.buffer.step_scores import StepScores, TurnAdvantages
-    from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import BatchId, Cause, GroupId, RolloutId
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.breakdown import Breakdown
+from headrace.buffer.core.advantages import AdvantageKind
+from headrace.buffer.step_scores import StepScores, TurnAdvantages
+from headrace.buffer.tasks import TaskId
+from headrace.buffer.types import BatchId, Cause, GroupId, RolloutId
+from headrace.buffer.versions import PolicyVersion
 
 
 class RolloutState(StrEnum):

@@ -15,24 +15,26 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.batches import BatchBook
 from headrace.buffer.core.classification import classify
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskCursor, TaskStream
 from headrace.buffer.core.epochs import Epochs
 from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.interventions import Interventions
 from headrace.buffer.core.mix.admission import Admission
-from headrace.buffer.core.mix.sources import Mix
+from headrace.buffer.core.mix.sources import Mix, Source
 from headrace.buffer.core.outages import Outages, RecentEnds
 from headrace.buffer.core.records import BatchRecord, EvaluationRecord, Record, RolloutRecord, RolloutState, Snapshot
 from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.sanitizer import clean_text, plain_int, plain_version
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import (
@@ -46,14 +48,7 @@ from headrace.buffer.types import (
     RolloutResult,
     StepReport,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.mix.sources import Source
-    from headrace.buffer.row_limits import RowLimits
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.versions import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from headrace.buffer.core.acceptance import NEVER, AcceptanceRule, GroupView, effective_since, parse_rule
 from headrace.buffer.core.advantages import (
+    Buckets,
     Finish,
     RewardSpread,
     advantage,
@@ -26,17 +27,12 @@ from headrace.buffer.core.advantages import (
     turn_advantages,
     zero_variance,
 )
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.mix.sources import Mix
 from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, RolloutRecord, RolloutState
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.types import Cause, GroupId, RolloutId
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.core.advantages import Buckets
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.mix.sources import Mix
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
 
 
 class Sealing:

@@ -14,18 +14,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from headrace.buffer.core.records import RolloutState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.task_history import TaskHistory
-    from headrace.buffer.types import RolloutId
-    from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.types import RolloutId
+from headrace.buffer.versions import PolicyVersion, VersionTree
 
 
 @dataclass(frozen=True, slots=True)

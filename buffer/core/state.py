@@ -14,10 +14,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from headrace.buffer.core.advantages import RewardSpread
 from headrace.buffer.core.mix.names import ended_counter, source_name
@@ -42,13 +43,9 @@ from headrace.buffer.core.records import (
     TaskRecord,
 )
 from headrace.buffer.core.training_path import TrainingPath
+from headrace.buffer.tasks import TaskId
+from headrace.buffer.types import GroupId, RolloutId
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import GroupId, RolloutId
 
 K = TypeVar("K")
 _SPREAD_SUMS = ("deviation_square_sum", "grpo_square_sum", "grpo_deviation_sum")

@@ -10,19 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headrace.buffer.core.advantages import deviation_square_sum, deviation_sum
+from headrace.buffer.core.advantages import AdvantageKind, deviation_square_sum, deviation_sum
 from headrace.buffer.core.records import AttemptRecord, Charge, HostFailures
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.core.advantages import AdvantageKind
-    from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.tasks import TaskId
-
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.tasks import TaskId
 
 HOSTS_KEPT: Final = 8
 """Maximum number of hosts whose failures are remembered for one task."""

@@ -13,14 +13,12 @@ import lzma
 import shutil
 import tarfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
 from headrace.buffer.datasets.rows import SourceRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SUFFIXES: Final = (".tar", ".tar.gz", ".tgz")
 _GZIP: Final = b"\x1f\x8b"

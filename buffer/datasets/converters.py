@@ -10,30 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.buffer.datasets import harbor, search, swe, tau
 from headrace.buffer.datasets.origins import licence_of, source_digest
 from headrace.buffer.datasets.recognition import recognised
-from headrace.buffer.datasets.rows import Refusal, RowRefused, SourceRefused
+from headrace.buffer.datasets.rows import Item, Refusal, RowRefused, SourceRefused
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.primitives.registry import Registry
 from headrace.buffer.task_parts import TaskOrigin
 from headrace.buffer.tasks import Task, parse_task, task_line
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from headrace.buffer.datasets.rows import Item
-
-    Converter: TypeAlias = Callable[
-        [Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]] | Iterator[Item]
-    ]
+Converter: TypeAlias = Callable[
+    [Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]] | Iterator[Item]
+]
 
 TASKS, REFUSALS, REPORT = "tasks.jsonl", "refused.jsonl", "report.json"
 AUTO: Final = "auto"

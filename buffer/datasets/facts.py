@@ -11,14 +11,12 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.datasets.terminal import Split
 from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENTITIES: Final = (
     "adder", "bison", "camel", "dingo", "eagle", "finch", "gecko", "heron", "hyena", "ibis", "jackal", "kiwi",

@@ -6,10 +6,8 @@ Invariant: a licence is reported only by the name of a file that covers the data
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Final
 
 _PLAIN: Final = ("LICENSE", "LICENCE", "COPYING")
 _ENDINGS: Final = ("", "txt", "md")

@@ -5,18 +5,14 @@ Invariant: a form is recognised by keys that only its rows have; an unknown row 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.datasets.archives import is_archive
-from headrace.buffer.datasets.rows import RowRefused, SourceRefused, read_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from headrace.buffer.datasets.rows import Item, Row
-    from headrace.buffer.tasks import Task
+from headrace.buffer.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
+from headrace.buffer.tasks import Task
 
 FIRST_ROWS: Final = 20
 ALIKE: Final = {"tau2": "tau", "harbor": "endless"}

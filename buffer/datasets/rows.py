@@ -8,14 +8,12 @@ Invariants:
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import Task
 
 MAX_ROW_BYTES: Final = 64 << 20
 MAX_LIST_BYTES: Final = 256 << 20

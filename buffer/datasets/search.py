@@ -7,17 +7,15 @@ completely, or a refusal with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from headrace.buffer.datasets.recognition import converted
 from headrace.buffer.datasets.rows import Item, RowRefused, read_rows
 from headrace.buffer.task_parts import EnvironmentSpec, TaskMessage, TaskOrigin
 from headrace.buffer.tasks import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 KIND: Final = "search"
 _ROLES: Final = ("system", "user")

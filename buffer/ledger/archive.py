@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from headrace.buffer.core.records import EvaluationRecord, RolloutState
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from headrace.buffer.types import RolloutId
+from headrace.buffer.types import RolloutId
 
 ARCHIVE: Final = "archive.db"
 GROUPS_AT_ONCE: Final = 64

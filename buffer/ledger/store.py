@@ -13,17 +13,22 @@ import json
 import logging
 import sqlite3
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from headrace.buffer.core.batches import carried_from
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
-from headrace.buffer.core.records import Charge
+from headrace.buffer.core.mix.sources import Source
+from headrace.buffer.core.records import BatchRecord, Charge, EvaluationRecord
 from headrace.buffer.core.replay import BufferStatus, ReplayBuffer
 from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger.ledger import SOURCES, TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.ledger.writer import LedgerWriter
+from headrace.buffer.row_limits import RowLimits
+from headrace.buffer.tasks import Task, TaskId
 from headrace.buffer.types import (
     Batch,
     BatchId,
@@ -37,16 +42,7 @@ from headrace.buffer.types import (
     RolloutResult,
     StepReport,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.mix.sources import Source
-    from headrace.buffer.core.records import BatchRecord, EvaluationRecord
-    from headrace.buffer.row_limits import RowLimits
-    from headrace.buffer.tasks import Task, TaskId
-    from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.versions import PolicyVersion
 
 logger = logging.getLogger(__name__)
 

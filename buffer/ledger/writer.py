@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from headrace.buffer.core.records import Snapshot
+from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, ReplayError
+from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
+from headrace.buffer.types import CheckpointRef
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from headrace.buffer.core.records import Snapshot
-    from headrace.buffer.core.replay import ReplayBuffer
-    from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
-    from headrace.buffer.types import CheckpointRef
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 
 SHORTEST_WAIT_S = 0.001

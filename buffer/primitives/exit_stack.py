@@ -9,11 +9,9 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 
 class AsyncExitStack(contextlib.AsyncExitStack):  # noqa: TID251 - the one place

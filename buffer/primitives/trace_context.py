@@ -5,12 +5,8 @@ Invariant: it travels in the headers of requests to our own servers and engines,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-if TYPE_CHECKING:
-    from opentelemetry.context import Context
 
 _propagator = TraceContextTextMapPropagator()
 

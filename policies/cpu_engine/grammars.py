@@ -15,21 +15,19 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headrace.policies.cpu_engine.requests import Sampling
 from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, GrammarKind
 from headrace.policies.errors import RequestInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from llguidance import LLMatcher, LLTokenizer
-    from numpy.typing import NDArray
     from tokenizers import Tokenizer
-
-    from headrace.policies.cpu_engine.requests import Sampling
 
 MISSING: Final = (
     "Grammar-based generation (json_schema, structural_tag) is not supported by this engine: install the package "

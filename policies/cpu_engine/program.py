@@ -17,11 +17,13 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.errors import EngineSettingsInvalid, ModelInvalid
 from headrace.policies.processes.engine_keys import read_engine_key, require_key
 from headrace.policies.processes.parent_death import die_with_parent
@@ -29,12 +31,9 @@ from headrace.policies.processes.server_process import announce
 from headrace.policies.tokens.model_keys import language_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tokenizers import Tokenizer
 
     from headrace.policies.cpu_engine.server import EngineServer
-    from headrace.policies.cpu_engine.thread import EngineThread
 
 DEFAULT_CONTEXT_TOKENS = 1024
 

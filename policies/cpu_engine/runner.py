@@ -12,24 +12,22 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from headrace.policies.cpu_engine.requests import Sampling
+from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights
+from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
-
-    from headrace.policies.cpu_engine.requests import Sampling
-    from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
-    from headrace.policies.models.qwen_config import QwenConfig
 
 PREFILL_PORTION: Final = 512
 """Tokens of a long prompt that are prefilled in one step."""

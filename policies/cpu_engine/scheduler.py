@@ -14,16 +14,12 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from headrace.policies.cpu_engine.grammars import GrammarState
+from headrace.policies.cpu_engine.requests import Prompt
 from headrace.policies.engine import PauseMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from headrace.policies.cpu_engine.grammars import GrammarState
-    from headrace.policies.cpu_engine.requests import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

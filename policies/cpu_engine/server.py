@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from importlib.metadata import version as distribution_version
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from pydantic import BaseModel, ValidationError
 
+from headrace.policies.cpu_engine.grammars import Grammars
 from headrace.policies.cpu_engine.replies import Json, generation_json, loads_json
 from headrace.policies.cpu_engine.requests import (
     InitGroup,
@@ -32,18 +35,14 @@ from headrace.policies.cpu_engine.requests import (
     UpdateWeights,
     parse_generate,
 )
+from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineUnavailable, GroupFailed, RequestInvalid
 from headrace.policies.models.qwen_config import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from aiohttp.typedefs import Middleware
     from tokenizers import Tokenizer
 
-    from headrace.policies.cpu_engine.grammars import Grammars
-    from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
 
 logger = logging.getLogger(__name__)

@@ -12,19 +12,18 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.policies.cpu_engine.grammars import GrammarState
+from headrace.policies.cpu_engine.requests import Prompt
 from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
+from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineUnavailable, RequestInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.policies.cpu_engine.grammars import GrammarState
-    from headrace.policies.cpu_engine.requests import Prompt
     from headrace.policies.cpu_engine.runner import Runner
-    from headrace.policies.engine import PauseMode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from headrace.policies.cpu_engine.requests import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
+from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
 from headrace.policies.models.qwen import QwenWeights, load_files
 from headrace.policies.models.qwen_config import QwenConfig
@@ -46,12 +49,7 @@ from headrace.policies.push.tensors import Bucket
 from headrace.policies.push.weights import DTYPES, checksum, split, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
     from torch import Tensor
-
-    from headrace.policies.cpu_engine.requests import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
-    from headrace.policies.cpu_engine.thread import EngineThread
 
 T = TypeVar("T")
 NOT_FLUSHED = (

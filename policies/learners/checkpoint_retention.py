@@ -23,16 +23,14 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.ledger.copies import copied_versions
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import KEPT, list_checkpoints, remove
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

@@ -12,19 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from headrace.buffer.types import LogprobDrift, TokenRatios
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-
-    from headrace.buffer.types import Batch, Row
+from headrace.buffer.types import Batch, LogprobDrift, Row, TokenRatios
 
 _STALE_KV: Final = -1
 """Key of tokens sampled with stale keys and values, in place of a staleness."""

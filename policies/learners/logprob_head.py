@@ -10,14 +10,13 @@ Shapes: B rows, T tokens, N trained tokens, D hidden size, V vocabulary, C train
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
 CHUNK_LOGITS = 1 << 25

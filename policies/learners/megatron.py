@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.buffer.types import CheckpointRef
 from headrace.policies.learners.one_thread import OneThreadLearner
+from headrace.policies.learners.ranks.contract import StartRanks
 
 if TYPE_CHECKING:
-    from headrace.buffer.types import CheckpointRef
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.learners.megatron_trainer import MegatronTrainer
-    from headrace.policies.learners.ranks.contract import StartRanks
 
 
 class MegatronLearner(OneThreadLearner):

@@ -26,15 +26,14 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
+from pathlib import Path
+
 from headrace.policies.errors import CheckpointUnreadable
+from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.random_states import random_states, restore_random_states
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from megatron.core.models.gpt import GPTModel
-
-    from headrace.policies.learners.megatron_optimizer import MainOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,11 +28,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.models.qwen_config import QwenConfig
+from headrace.policies.models.qwen_config import QwenConfig
 
 
 def transformer_config(shape: QwenConfig, dtype: torch.dtype = torch.float32) -> TransformerConfig:

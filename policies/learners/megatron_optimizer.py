@@ -9,13 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from headrace.policies.learners.config import LearnerConfig
 
 

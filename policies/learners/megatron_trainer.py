@@ -15,8 +15,9 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.types import Batch, CheckpointRef, StepReport
@@ -25,16 +26,10 @@ from headrace.policies.errors import RowUnusable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old
-from headrace.policies.learners.config import trained_as
+from headrace.policies.learners.config import LearnerConfig, trained_as
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
-from headrace.policies.learners.ranks.contract import whole_step
+from headrace.policies.learners.ranks.contract import Ranks, StartRanks, whole_step
 from headrace.policies.models.qwen_config import QwenConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.ranks.contract import Ranks, StartRanks
 
 KEPT_SNAPSHOTS = 2
 """Number of snapshots to keep: the one being sent and the one just written."""

@@ -11,26 +11,20 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.buffer.token_kinds import OBSERVED, TokenKind
-from headrace.policies.learners.objectives.loss import trajectory_weights
+from headrace.buffer.types import Batch, BatchItem, Row
+from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.loss import Objective, trajectory_weights
 from headrace.policies.learners.objectives.observation import observation_weights
 from headrace.policies.learners.objectives.tokens import TrainedTokens
 from headrace.policies.learners.progress import trained_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from headrace.buffer.types import Batch, BatchItem, Row
-    from headrace.policies.learners.objectives.config import ObjectiveConfig
-    from headrace.policies.learners.objectives.loss import Objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.policies.errors import LearnerAlreadyOpen, LearnerNotOpen
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from headrace.buffer.types import Batch, CheckpointRef, StepReport
-    from headrace.policies.learner import LearnerState, WeightsSnapshot
-    from headrace.policies.learners.progress import LearnerProgress
+from headrace.policies.learner import LearnerState, WeightsSnapshot
+from headrace.policies.learners.progress import LearnerProgress
 
 Answer = TypeVar("Answer")
 

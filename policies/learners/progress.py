@@ -8,18 +8,15 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headrace.buffer.types import Batch, BatchItem, CheckpointRef
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learner import LearnerState
 from headrace.policies.learners import checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.types import Batch, BatchItem, CheckpointRef
 
 
 class LearnerProgress:

@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,6 @@ from headrace.policies.models.tiny import PAD, model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 logger = logging.getLogger(__name__)

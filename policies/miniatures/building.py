@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.policies.miniatures.fitting import fit, save_weights
+from headrace.policies.miniatures.fitting import FitConfig, fit, save_weights
 from headrace.policies.miniatures.names import PREFIX, resolved
 from headrace.policies.miniatures.repairs import SWE
 from headrace.policies.miniatures.retail import RETAIL
@@ -21,12 +23,6 @@ from headrace.policies.miniatures.terminal import ECHO, ENDLESS
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.policies.miniatures.fitting import FitConfig
 
 MINIATURES: Final = {"endless": ENDLESS, "echo": ECHO, "search_r1": SEARCH, "swe_rl": SWE, "tau": RETAIL}
 SEED: Final = 0

@@ -8,17 +8,17 @@ Invariants:
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+from headrace.policies.miniatures.demonstrations import Demonstration, Demonstrator
 
+if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.policies.miniatures.demonstrations import Demonstration, Demonstrator
     from headrace.policies.models.qwen_config import QwenConfig
 
 logger = logging.getLogger(__name__)

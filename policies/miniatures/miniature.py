@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.policies.miniatures.demonstrations import Demonstrator
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.models.tiny import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.miniatures.demonstrations import Demonstrator
     from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.datasets.terminal import HELD_OUT_SHARE, NAMES, WORDS, Split
@@ -20,12 +21,10 @@ from headrace.buffer.repositories import RepositorySpec, Swepro
 from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.miniatures.fitting import FitConfig
     from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 MODULES: Final = ("auth.py", "cart.py", "core.py", "menu.py", "shop.py", "tags.py", "unit.py", "view.py")

@@ -13,18 +13,17 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.buffer.datasets.terminal import Split
 from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.miniatures.fitting import FitConfig
     from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 POLICY: Final = "You help the customers of a lamp shop."

@@ -7,18 +7,17 @@ the mean over its tokens, so that short failures and long successes would togeth
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.datasets.facts import ATTRIBUTES, ENTITIES, VALUES, Fact, facts, questions, write_corpus
 from headrace.buffer.datasets.terminal import Split
 from headrace.buffer.tasks import write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, continued
+from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.miniatures.fitting import FitConfig
     from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 PIECES: Final = (

@@ -12,6 +12,7 @@ import json
 import random
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.datasets.terminal import (
@@ -28,14 +29,12 @@ from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, write_tasks
 from headrace.buffer.verifiers import SCRIPT, TESTS, VerifierForm, VerifierSpec
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 from headrace.policies.miniatures.retail import CHAT_TEMPLATE as CALLS_TEMPLATE
 from headrace.policies.models.tiny import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.miniatures.fitting import FitConfig
     from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 KINDS: Final = (Kind.WRITE, Kind.MOVE, Kind.RENAME)

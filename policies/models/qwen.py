@@ -18,7 +18,9 @@ norms of heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,15 +28,10 @@ import torch.nn.functional as F
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.model_files import weight_files
-from headrace.policies.models.qwen_config import TIED_HEAD
+from headrace.policies.models.qwen_config import TIED_HEAD, QwenConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from torch import Tensor
-
-    from headrace.policies.models.qwen_config import QwenConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

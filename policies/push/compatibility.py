@@ -14,20 +14,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from headrace.policies.engine import EngineId
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.model_files import weight_files
 from headrace.policies.models.qwen_config import TIED_HEAD
 from headrace.policies.push.tensors import TensorSpec, read_specs
 from headrace.policies.tokens.model_keys import read_language_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.policies.engine import EngineId
 
 NAMED = 3
 """Number of parameters listed in a message."""

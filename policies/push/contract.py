@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
+from headrace.policies.errors import GroupFailed, SenderFailed
 from headrace.policies.push.machine import PushOutcome, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.errors import GroupFailed, SenderFailed
-    from headrace.policies.push.tensors import Bucket
-
+from headrace.policies.push.tensors import Bucket
 
 DEADLINE_MARGIN_S = 1.0
 """Margin between two deadlines for one operation, so that the party that knows more about a failure reports it first.

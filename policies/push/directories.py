@@ -17,22 +17,17 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.buffer.primitives.durable_files import link_or_copy
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown, EngineRefused, PushError
-from headrace.policies.learner import WeightsDirectory, WeightsShard
+from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.models.model_files import INDEX, WEIGHTS
 from headrace.policies.push.tensors import read_specs
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-    from pathlib import Path
-
-    from headrace.policies.engine import EngineId
-    from headrace.policies.learner import WeightsSnapshot
 
 logger = logging.getLogger(__name__)
 

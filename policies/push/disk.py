@@ -10,23 +10,19 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
 from headrace.policies.errors import SenderFailed
+from headrace.policies.learner import WeightsDirectory
+from headrace.policies.push.contract import EngineControl, PushConfig
+from headrace.policies.push.directories import DirectoryReaders
 from headrace.policies.push.inspection import Stamp, stamp_of
+from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId
-    from headrace.policies.learner import WeightsDirectory
-    from headrace.policies.push.contract import EngineControl, PushConfig
-    from headrace.policies.push.directories import DirectoryReaders
-    from headrace.policies.push.sender import SenderProcess
-    from headrace.policies.push.transfer import Failures
+from headrace.policies.push.transfer import Failures
 
 
 class DiskTransfer:

@@ -19,8 +19,8 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode
@@ -32,21 +32,17 @@ from headrace.policies.errors import (
     RequestInvalid,
     SenderFailed,
 )
+from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.compatibility import Agreement, check_fits, differing
 from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
+from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
 from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, Step
 from headrace.policies.push.resuming import resume
+from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.transfer import Failures, Transfer, first_error
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
-
-    from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.push.directories import SnapshotDirectories
-    from headrace.policies.push.sender import SenderProcess
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.policies.engine import EngineId, RequestId
-    from headrace.policies.push.contract import Gate
+from headrace.policies.engine import EngineId, RequestId
+from headrace.policies.push.contract import Gate
 
 
 @dataclass(slots=True, kw_only=True)

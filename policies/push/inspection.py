@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import BinaryIO, Protocol
 
 import xxhash
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.model_files import INDEX, weight_files
-from headrace.policies.push.tensors import read_specs, require_pushable
+from headrace.policies.push.tensors import TensorSpec, read_specs, require_pushable
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from typing import BinaryIO, Protocol
 
-    from headrace.policies.push.tensors import TensorSpec
+class Hash(Protocol):
+    """Hash that takes bytes piece by piece."""
 
-    class Hash(Protocol):
-        """Hash that takes bytes piece by piece."""
-
-        def update(self, data: bytes, /) -> None: ...
+    def update(self, data: bytes, /) -> None: ...
 
 
 READ_BYTES = 4 * 1024 * 1024

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headrace.policies.engine import EngineId
+from headrace.policies.engine import EngineId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
-
-    from headrace.policies.engine import EngineId
+from headrace.policies.engine import EngineId
 
 
 class Phase(StrEnum):

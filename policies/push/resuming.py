@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tenacity import (
     AsyncRetrying,
@@ -23,9 +23,7 @@ from tenacity import (
 )
 
 from headrace.policies.errors import EngineDown, EngineUnavailable
-
-if TYPE_CHECKING:
-    from headrace.policies.push.contract import EngineControl
+from headrace.policies.push.contract import EngineControl
 
 ATTEMPTS: Final = 6
 """Number of resumes after which the engine has failed."""

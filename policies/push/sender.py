@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,16 +30,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
 from headrace.policies.processes.parent_death import die_with_parent
+from headrace.policies.push.tensors import Bucket
 from headrace.sandboxes.child_environment import child_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
     from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.push.tensors import Bucket
     from headrace.policies.push.weights import Snapshot
 
 Json = dict[str, Any]

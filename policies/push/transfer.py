@@ -16,11 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
 from headrace.policies.errors import (
     EngineError,
     EngineRefused,
@@ -31,19 +35,12 @@ from headrace.policies.errors import (
     SenderTimeout,
     UnknownGroup,
 )
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.contract import EngineControl, PushConfig
+from headrace.policies.push.layout import GroupLayout
 from headrace.policies.push.machine import Blame, Failure
+from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.tensors import Bucket, TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-    from collections.abc import Set as AbstractSet
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId
-    from headrace.policies.learner import WeightsShard, WeightsSnapshot
-    from headrace.policies.push.contract import EngineControl, PushConfig
-    from headrace.policies.push.layout import GroupLayout
-    from headrace.policies.push.sender import SenderProcess
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +27,6 @@ from headrace.policies.models.qwen_config import storage_place
 from headrace.policies.push.tensors import Bucket, TensorSpec, read_specs, require_pushable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from torch import Tensor
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import aiohttp
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import (
     Completion,
     EngineId,
@@ -37,18 +40,10 @@ from headrace.policies.errors import (
     RequestInvalid,
     UnknownGroup,
 )
+from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
 from headrace.policies.sglang.transport import Transport
 from headrace.policies.sglang.versions import EMBEDDED_PREFIX, Dialect, dialect_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    import aiohttp
-
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.push.tensors import Bucket
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6

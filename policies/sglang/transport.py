@@ -8,12 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
 
 from headrace.buffer.primitives.trace_context import trace_headers
+from headrace.policies.engine import EngineId
 from headrace.policies.errors import (
     EngineDown,
     EngineRefused,
@@ -31,9 +32,6 @@ from headrace.policies.errors import (
 )
 from headrace.policies.sglang.replies import error_text, parse_object
 from headrace.policies.transport_errors import reason
-
-if TYPE_CHECKING:
-    from headrace.policies.engine import EngineId
 
 _TEXTS: Final[tuple[tuple[str, str, type[EngineRefused]], ...]] = (
     # First, since these texts repeat the schema, which may contain any of the others.

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from tokenizers import Tokenizer
 
 # DeepSeek's role tokens have full-width bars and are not flagged as special.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jinja2
@@ -21,9 +23,6 @@ import jinja2.sandbox
 from headrace.policies.errors import TemplateRefused, TokenizerInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from jinja2.parser import Parser
 
 TemplateMessage: TypeAlias = "dict[str, Any]"

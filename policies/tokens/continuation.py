@@ -10,19 +10,15 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.policies.errors import TemplateRefused
-from headrace.policies.tokens.chat_template import Ending
+from headrace.policies.tokens.chat_template import ChatTemplate, Ending, TemplateMessage
 from headrace.policies.tokens.template_shape import SYSTEM, TOOL, USER, TemplateShape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from headrace.policies.tokens.chat_template import ChatTemplate, TemplateMessage
 
 _MARK = "quagmire4zt"
 _OPEN_TEXTS = ("turf", "turf\n\n<peat>bog</peat>\n\n", " turf ", "<think>mire</think>\n\nturf", "")

@@ -20,6 +20,7 @@ import sys
 import zlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from itertools import product
 from string import punctuation
 from threading import Lock
@@ -28,8 +29,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from headrace.policies.tokens.added_tokens import pattern_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from tokenizers import Tokenizer
 
 CACHE_BYTES = 64 * 2**20

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -11,7 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -23,12 +26,6 @@ from headrace.policies.tokens.model_keys import language_keys
 from headrace.policies.tokens.pieces import CACHE_BYTES, PieceEncoder
 from headrace.policies.tokens.template_shape import USER, shape_of
 from headrace.policies.tokens.token_bytes import TokenBytes
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
 
 _INSERTIONS = ("bog", " bog", "\n\nbog", "</peat>", ".\n")
 

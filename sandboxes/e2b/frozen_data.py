@@ -21,12 +21,10 @@ import posixpath
 import secrets
 import shlex
 import tarfile
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from headrace.sandboxes.base import ExecResult, FrozenMount, Sandbox
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxFileError, SpecRefused
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import ExecResult, FrozenMount, Sandbox
 
 KILL_TIMEOUT_S: Final = 60.0
 COPY_TIMEOUT_S: Final = 300.0

@@ -11,15 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import hashlib
 import inspect
 import math
 import os
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 from urllib.parse import parse_qs, urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,11 +31,6 @@ from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.frozen_data import copy_frozen
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
 from headrace.sandboxes.errors import PermanentSandboxError, SandboxError, SandboxGone, SecretRefused, SpecRefused
-
-if TYPE_CHECKING:
-    import builtins
-    from collections.abc import Mapping
-
 
 PROVIDER: Final = "e2b"
 OURS: Final = "headrace"

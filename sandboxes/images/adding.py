@@ -13,20 +13,16 @@ import asyncio
 import shutil
 import signal
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, OutOfDisk, SandboxError, SpecRefused
 from headrace.sandboxes.host_program import run_host_program
 from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
 from headrace.sandboxes.images.folders import new_owner, remove
-from headrace.sandboxes.images.store import BUILT, NAMED
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from headrace.sandboxes.images.store import ImageStore
+from headrace.sandboxes.images.store import BUILT, NAMED, ImageStore
 
 REGISTRY: Final = "docker://"
 _DEBOOTSTRAP: Final = "debootstrap:"

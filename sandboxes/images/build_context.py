@@ -12,17 +12,14 @@ import hashlib
 import io
 import os
 import tarfile
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from headrace.sandboxes.errors import ImageRefused
+from headrace.sandboxes.images.folders import StoreFolder
 from headrace.sandboxes.images.in_build import CONTEXT, GLOB
 from headrace.sandboxes.images.layers import LayerWriter, UnpackLimits
 from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, FileRange, TarStream, members
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.sandboxes.images.folders import StoreFolder
 
 _HEADERS_BYTES: Final = 64 << 20
 

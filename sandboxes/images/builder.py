@@ -20,7 +20,7 @@ import hashlib
 import posixpath
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.sandboxes.base import Network, Sandbox
 from headrace.sandboxes.images.build_steps import (
@@ -33,6 +33,7 @@ from headrace.sandboxes.images.build_steps import (
     Step,
     StepKind,
 )
+from headrace.sandboxes.images.folders import StoreFolder
 from headrace.sandboxes.images.layer_maker import (
     HOST,
     BuildHost,
@@ -44,9 +45,6 @@ from headrace.sandboxes.images.layer_maker import (
     no_log,
 )
 from headrace.sandboxes.images.store import BUILT
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.images.folders import StoreFolder
 
 _POLL_S: Final = 0.2
 _MAX_LINE_CHARACTERS: Final = 2000

@@ -16,16 +16,12 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, SpecRefused
-from headrace.sandboxes.images.folders import damaged
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.sandboxes.images.build_steps import BuiltImage
-    from headrace.sandboxes.images.folders import StoreFolder
+from headrace.sandboxes.images.build_steps import BuiltImage
+from headrace.sandboxes.images.folders import StoreFolder, damaged
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,7 @@ import os
 import re
 import stat
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 CONTEXT = "/.headrace-context"
 """Folder in which the layer of a build context is shown; it is never part of an image."""

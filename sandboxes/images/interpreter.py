@@ -12,8 +12,9 @@ import asyncio
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import BootFailed, ImageRefused, SpecRefused
@@ -22,12 +23,8 @@ from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import E2B_USER, Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
+from headrace.sandboxes.images.layer_maker import BuildSandboxes
 from headrace.sandboxes.images.layers import UnpackLimits
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.sandboxes.images.layer_maker import BuildSandboxes
 
 DEFAULT_NAME: Final = "code-interpreter-v1"
 """The template that E2B's SDKs for the code interpreter name."""

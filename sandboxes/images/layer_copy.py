@@ -15,18 +15,15 @@ import errno
 import hashlib
 import os
 import stat
+from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused
+from headrace.sandboxes.images.folders import StoreFolder
 from headrace.sandboxes.images.layers import UnpackLimits, mark_opaque
 from headrace.sandboxes.images.streams import BUFFER_BYTES
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from headrace.sandboxes.images.folders import StoreFolder
 
 _ENTRY_BYTES: Final = 4096
 _PATH_ERRORS: Final = (errno.ENAMETOOLONG, errno.ELOOP)

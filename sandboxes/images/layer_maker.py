@@ -10,18 +10,29 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from e2b_dockerfile_utils import ShellLex
 
-from headrace.sandboxes.base import ImageRef, Network, ProgramRunner, Sandbox, SandboxSpec, Stream
+from headrace.sandboxes.base import (
+    ImageRef,
+    Network,
+    ProgramRunner,
+    Sandbox,
+    SandboxId,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+    Stream,
+)
 from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, OutOfDisk, SandboxError, Unsupported
 from headrace.sandboxes.images import in_build
 from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, Step, StepKind
@@ -30,12 +41,6 @@ from headrace.sandboxes.images.layer_copy import OwnLayer, copy_layer
 from headrace.sandboxes.images.layers import UnpackLimits
 from headrace.sandboxes.images.store import BUILT, ImageStore
 from headrace.sandboxes.launcher.commands import SEARCH_PATH
-
-if TYPE_CHECKING:
-    import builtins
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import SandboxId, SandboxInfo, SandboxRef
 
 HOST: Final = "host"
 _PROGRAM: Final = Path(in_build.__file__).read_text(encoding="utf-8")

@@ -17,17 +17,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tarfile
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, BUFFER_BYTES, TarInput, members, split_name
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    import tarfile
-    from collections.abc import Callable
-
 
 MAX_ENTRIES: Final = 1_000_000
 _WHITEOUT: Final = ".wh."

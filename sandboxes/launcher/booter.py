@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
@@ -25,13 +25,11 @@ from headrace.sandboxes.kernel.seccomp import filter_program
 from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
+from headrace.sandboxes.launcher.guest import Guest
 from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.wire import Channel, Message
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.guest import Guest
 
 _INIT: Final = 1
 _TRIES: Final = 100

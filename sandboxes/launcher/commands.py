@@ -29,12 +29,10 @@ import sys
 import termios
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.kernel.rootfs import Image
+from headrace.sandboxes.kernel.rootfs import Image
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 import mmap
 import os
 import selectors
+import socket
 from _blake2 import blake2s
 from _operator import _compare_digest as compare_digest
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Sequence
 
 _LONGEST_WAIT_S: Final = 86400.0
 """epoll_wait(2) takes a 31-bit number of milliseconds."""

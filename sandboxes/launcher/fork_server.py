@@ -15,22 +15,19 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.syscalls import reason_of
+from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
 from headrace.sandboxes.launcher.requests import CommandRequests
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sandbox_table import SandboxTable
 from headrace.sandboxes.launcher.wire import Channel, Message, close_all
-
-if TYPE_CHECKING:
-    import socket
-
-    from headrace.sandboxes.launcher.booter import Booter
 
 _MALFORMED: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 

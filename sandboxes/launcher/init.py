@@ -22,22 +22,17 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes.kernel import host_limits, processes, rootfs, syscalls
 from headrace.sandboxes.kernel.disk_layers import mount_disk_layer
 from headrace.sandboxes.launcher import commands
-from headrace.sandboxes.launcher.guest import GuestProblem, add_guest
+from headrace.sandboxes.launcher.commands import Limits
+from headrace.sandboxes.launcher.guest import Guest, GuestProblem, add_guest
 from headrace.sandboxes.launcher.sudo import SudoRequests, run_sudo
-from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.sandboxes.launcher.commands import Limits
-    from headrace.sandboxes.launcher.guest import Guest
-    from headrace.sandboxes.launcher.wire import Message
+from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: root needs them for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)

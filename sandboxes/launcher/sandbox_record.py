@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.connections import Waiter
-    from headrace.sandboxes.launcher.wire import Channel, Message
+from headrace.sandboxes.launcher.connections import Waiter
+from headrace.sandboxes.launcher.wire import Channel, Message
 
 _MAX_RESULTS: Final = 32
 """Maximum number of stored results per sandbox; beyond it, the oldest is dropped."""

@@ -14,22 +14,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher import requests
+from headrace.sandboxes.launcher.booter import Booter
+from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sudo import lend_descriptors
 from headrace.sandboxes.launcher.wire import Message, close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from headrace.sandboxes.launcher.booter import Booter
-    from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
 
 
 class SandboxTable:

@@ -21,18 +21,15 @@ import select
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.kernel.rootfs import Image
 from headrace.sandboxes.launcher import commands
+from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.guest import SUDO_ADDRESS, USER_ID
 from headrace.sandboxes.launcher.sudo_options import SudoRefused, parse_sudo
-from headrace.sandboxes.launcher.wire import Channel, close_all
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.kernel.rootfs import Image
-    from headrace.sandboxes.launcher.commands import Limits
-    from headrace.sandboxes.launcher.wire import Message
+from headrace.sandboxes.launcher.wire import Channel, Message, close_all
 
 _LENT: Final = (4, 5, 6, 3)
 """Descriptors of the caller: copies of its three standard streams, and its end of the connection."""

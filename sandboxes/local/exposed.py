@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import unquote
 
 import aiohttp
@@ -22,11 +24,7 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import HostPort
+from headrace.sandboxes.base import HostPort
 
 MAX_CONNECTIONS: Final = 64
 _SHUTDOWN_S: Final = 0.1

@@ -14,22 +14,19 @@ import os
 import stat
 import subprocess
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused, OutOfDisk, SpecRefused, Unsupported
+from headrace.sandboxes.images.store import ImageLease, ImageStore
 from headrace.sandboxes.kernel import syscalls
 from headrace.sandboxes.kernel.disk_layers import template_name
 from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.wire import Message, close_all
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from headrace.sandboxes.images.store import ImageLease, ImageStore
-
-    SendRequest = Callable[[Message, Sequence[int]], Awaitable[Message]]
+SendRequest = Callable[[Message, Sequence[int]], Awaitable[Message]]
 
 HOST: Final = "host"
 SNAPSHOT: Final = "snapshot:"

@@ -8,15 +8,12 @@ Formats: OCI runtime-spec 1.0 (config.md, config-linux.md).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
+from headrace.sandboxes.base import Command
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.sandboxes.base import Command
-    from headrace.sandboxes.launcher.commands import Account
+from headrace.sandboxes.launcher.commands import Account
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CAPABILITIES: Final = tuple(

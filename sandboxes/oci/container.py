@@ -12,17 +12,15 @@ import os
 import signal
 from hmac import compare_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from headrace.sandboxes.base import SandboxRef
 from headrace.sandboxes.errors import SandboxGone, SecretRefused
 from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import SandboxRef
 
 STATE_FILE: Final = "sandbox.json"
 PAUSED_MARK: Final = "paused"

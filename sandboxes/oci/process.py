@@ -10,19 +10,16 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from headrace.sandboxes.base import Stream, TerminalSize
 from headrace.sandboxes.command_streams import CommandStreams
 from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused
 from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.launcher.wire import close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.sandboxes.base import Stream, TerminalSize
 
 _KILLED: Final = 128 + signal.SIGKILL
 

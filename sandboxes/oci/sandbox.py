@@ -13,8 +13,10 @@ import os
 import secrets
 import signal
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from headrace.sandboxes.base import (
     Command,
@@ -39,14 +41,9 @@ from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci import files as oci_files
 from headrace.sandboxes.oci.bundle import command_process
 from headrace.sandboxes.oci.container import PAUSED_MARK, Container, ContainerState, open_private
+from headrace.sandboxes.oci.exec import Order
 from headrace.sandboxes.oci.keeper import FROZEN_MARK, LAYER
 from headrace.sandboxes.oci.process import CommandEnd, OciProcess, RunningCommand
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.sandboxes.oci.exec import Order
 
 _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0

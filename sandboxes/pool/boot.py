@@ -13,28 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
+
+from opentelemetry.context import Context
+from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import AVOID_LABEL, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
 from headrace.sandboxes.pool import boot_spans
+from headrace.sandboxes.pool.config import PoolConfig
+from headrace.sandboxes.pool.durable_leases import DurableLeases
 from headrace.sandboxes.pool.host import Host, choose
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Entry, EntryState
 from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.retry import is_ambiguous, retrying
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from opentelemetry.context import Context
-    from opentelemetry.util.types import AttributeValue
-
-    from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.durable_leases import DurableLeases
 
 PURPOSE_LABEL: Final = "purpose"
 EVALUATE: Final = "evaluate"

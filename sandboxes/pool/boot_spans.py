@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from opentelemetry import trace
-from opentelemetry.trace import Status, StatusCode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span
-    from opentelemetry.util.types import AttributeValue
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
 
 POOL_QUEUE: Final = "pool.queue"
 POOL_BOOT: Final = "pool.boot"

@@ -10,17 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
+from headrace.sandboxes.base import SandboxProvider
 from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from headrace.sandboxes.base import SandboxProvider
-    from headrace.sandboxes.pool.slots import Priority, Ticket
+from headrace.sandboxes.pool.slots import Priority, Ticket
 
 
 class Host:

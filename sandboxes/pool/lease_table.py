@@ -9,16 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.launcher.leases import Deadlines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from headrace.sandboxes.pool.slots import Ticket
+from headrace.sandboxes.pool.slots import Ticket
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -8,16 +8,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import SandboxGone
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from headrace.sandboxes.pool.boot import Lease
+from headrace.sandboxes.pool.boot import Lease
 
 
 @dataclass(slots=True, eq=False)

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SandboxGone
 from headrace.sandboxes.pool.boot import EVALUATE, PURPOSE_LABEL, Booter, Lease, LeaseRequest
 from headrace.sandboxes.pool.config import PoolConfig
@@ -31,12 +34,6 @@ from headrace.sandboxes.pool.reaper import Reaper, Teardown
 from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.pool.status import PoolStatus, Totals, status_of
 from headrace.sandboxes.pool.warm import WarmStock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
-
-    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
 
 
 class Pool:

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from headrace.sandboxes.base import SandboxId
 from headrace.sandboxes.errors import SandboxError, SandboxGone
 from headrace.sandboxes.pool.boot import KEY_LABEL, OWNER_LABEL
+from headrace.sandboxes.pool.config import PoolConfig
+from headrace.sandboxes.pool.durable_leases import DurableLeases
+from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.retry import full_jitter_s
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.sandboxes.base import SandboxId
-    from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.durable_leases import DurableLeases
-    from headrace.sandboxes.pool.host import Host
-    from headrace.sandboxes.pool.lease_table import HeldSandbox
 
 
 class Teardown:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.buffer.primitives.circuit_breaker import BreakerState
-    from headrace.sandboxes.pool.boot import Booter
-    from headrace.sandboxes.pool.host import Host
-    from headrace.sandboxes.pool.lease_table import LeaseTable
-    from headrace.sandboxes.pool.reaper import Reaper, Teardown
-    from headrace.sandboxes.pool.warm import WarmStock
+from headrace.buffer.primitives.circuit_breaker import BreakerState
+from headrace.sandboxes.pool.boot import Booter
+from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.lease_table import LeaseTable
+from headrace.sandboxes.pool.reaper import Reaper, Teardown
+from headrace.sandboxes.pool.warm import WarmStock
 
 
 @dataclass(slots=True)

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
 
 from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool import boot_spans
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, Booter, LeaseRequest
+from headrace.sandboxes.pool.config import PoolConfig
+from headrace.sandboxes.pool.durable_leases import DurableLeases
+from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.slots import Priority
 from headrace.sandboxes.retry import full_jitter_s
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.durable_leases import DurableLeases
-    from headrace.sandboxes.pool.host import Host
-    from headrace.sandboxes.pool.lease_table import HeldSandbox
 
 WARM_HOLDER: Final = "(warm)"
 _MOST_FAILURES: Final = 20

@@ -12,22 +12,19 @@ import asyncio
 import logging
 import socket
 import tempfile
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.sandboxes.base import HostPort
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.local.exposed import relay
+from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.sandboxes.remote.tunnel import Tunnel
 from headrace.sandboxes.retry import RetryConfig, full_jitter_s
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import HostPort
-    from headrace.sandboxes.remote.http import RemoteHttp
 
 _BACKLOG: Final = 64
 

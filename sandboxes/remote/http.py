@@ -11,9 +11,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import aiohttp
 import orjson
 
 from headrace.buffer.primitives.trace_context import trace_headers
@@ -21,11 +23,6 @@ from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable
 from headrace.sandboxes.remote.error_documents import from_document
 from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES
 from headrace.sandboxes.retry import RetryConfig, asking_again
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
-
-    import aiohttp
 
 TEARDOWN_CONNECTIONS: Final = 16
 _CONNECT_S: Final = 10.0

@@ -12,11 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from pathlib import Path
+from typing import Final, Self
 
 from pydantic import ValidationError
 
@@ -35,12 +38,6 @@ from headrace.sandboxes.pool.host import HostView, choose
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 from headrace.sandboxes.retry import RetryConfig
-
-if TYPE_CHECKING:
-    import builtins
-    from collections.abc import Sequence
-    from pathlib import Path
-
 
 _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0

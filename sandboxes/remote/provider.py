@@ -10,11 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import logging
 import secrets
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,11 +26,6 @@ from headrace.sandboxes.key_files import read_private
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig
-
-if TYPE_CHECKING:
-    import builtins
-    from collections.abc import Coroutine
-
 
 PROVIDER: Final = "remote"
 

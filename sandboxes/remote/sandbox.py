@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 from urllib.parse import quote
 
 from headrace.sandboxes.base import (
@@ -31,13 +34,7 @@ from headrace.sandboxes.base import (
 from headrace.sandboxes.errors import ExecResultLost, SandboxFileError, SandboxGone
 from headrace.sandboxes.remote.expose import expose
 from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, pack_files
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-    from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
-
-    from headrace.sandboxes.remote.http import RemoteHttp
+from headrace.sandboxes.remote.http import RemoteHttp
 
 _BATCH_BYTES: Final = 32 << 20
 _CHUNK_BYTES: Final = 1 << 18

@@ -13,17 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from aiohttp import WSMessage, WSMsgType
 
 from headrace.sandboxes.remote.tasks import ServerTasks
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 WINDOW_BYTES: Final = 256 << 10
 MAX_STREAMS: Final = 64

@@ -7,16 +7,12 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headrace.sandboxes.base import SandboxUsage
+from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxRef, SandboxUsage
 from headrace.sandboxes.errors import SandboxGone
 from headrace.sandboxes.simulated.provider import BROKEN, SUCCESS, SimulatedProvider
-from headrace.sandboxes.simulated.sandbox import SimulatedSandbox
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxRef
-    from headrace.sandboxes.simulated.sandbox import SimulatedHost, SimulatedState
+from headrace.sandboxes.simulated.sandbox import SimulatedHost, SimulatedSandbox, SimulatedState
 
 USED_BYTES: Final = 64 << 20
 """Memory of every simulated sandbox."""

@@ -10,16 +10,13 @@ import json
 import secrets
 import shutil
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
+from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxGone, SpecRefused
 from headrace.sandboxes.unprotected.mapped_paths import copy_frozen
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.sandboxes.base import SandboxSpec
 
 MARK: Final = "HEADRACE_SANDBOX_FOLDER"
 """Environment variable set in every process of a sandbox."""

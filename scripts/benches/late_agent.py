@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.agent_kinds.registry import shell_agent
+from headrace.actors.agents.agent import AgentReport, AgentSession
 from headrace.actors.agents.shell import ShellAgentConfig
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.agent import AgentReport, AgentSession
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 
 LONGEST: Final = 3.0
 """Longest last call, as a multiple of the mean one."""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from benches.orchestration import Measured, calls_of, idle_cpu, report
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.process_tree import cpu_s, memory_bytes
 from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
@@ -28,11 +30,6 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
 from headrace.buffer.tasks import write_tasks
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.run.config import RunConfig
 
 TURNS: Final = 20
 GROUP: Final = 8

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.summary import summarize
 from headrace.buffer.audit.evidence import read_evidence
-
-if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
 
 SCRIPTS: Final = Path(__file__).resolve().parents[2] / "scripts"
 RECIPE: Final = SCRIPTS / "recipes" / "claude_code.toml"

@@ -16,10 +16,11 @@ import math
 import sqlite3
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from headrace.actors.record.metrics import (
     SimulatedPushMetric,
     StepMetric,
 )
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.buffer.core.advantages import (
     AdvantageKind,
@@ -75,12 +78,6 @@ from headrace.buffer.types import (
 )
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, publish, stage, write_manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"

@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 import typer
@@ -29,6 +30,8 @@ import typer
 from benches.months import SAVE_EVERY, STEPS_PER_DAY, write_run
 from benches.soak_driver import Driver, log_of
 from headrace.actors.record.metrics import last_metric
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
 from headrace.actors.runtime.process_tree import FOLDER_KEY, largest_gaps
 from headrace.buffer.audit.verify import verify
@@ -48,12 +51,6 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
     write_manifest,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
 
 FIRST_ORDER_S: Final = 300.0
 BACK_S: Final = 180.0

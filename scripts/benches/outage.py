@@ -15,9 +15,11 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from benches.long_agents import (
     AGENT_MINUTES,
@@ -30,8 +32,10 @@ from benches.long_agents import (
     scaled_clocks,
 )
 from headrace.actors.errors import ActorLost, RunStalled
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
+from headrace.actors.run.service import Service
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
@@ -39,13 +43,6 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import Charge
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.service import Service
 
 GATE_WAITS: Final = 20
 """Length of the engines' outage, as a multiple of the time that a turn waits for an engine."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.run.launch import RunRequest, drive, prepare
-
-if TYPE_CHECKING:
-    from headrace.actors.run.summary import RunSummary
+from headrace.actors.run.summary import RunSummary
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 NAMES = tuple(sorted(path.stem for path in (SCRIPTS / "recipes").glob("*.toml")))

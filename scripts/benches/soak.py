@@ -18,28 +18,25 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import orjson
 import psutil
 import typer
 
 from benches.soak_driver import ANSWER_S, Driver, log_of
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.audit.verify import verify
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 DRIVER: Final = "driver"
 DRIVER_SHARE: Final = 0.06

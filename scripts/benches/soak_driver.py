@@ -7,15 +7,13 @@ import select
 import subprocess
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 import psutil
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.run_directory import RunDirectory
 
 ANSWER_S: Final = 300.0
 """Time without an answer or a step after which the run is considered stuck."""

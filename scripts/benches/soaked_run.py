@@ -18,7 +18,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import orjson
 
@@ -26,12 +26,10 @@ from headrace.actors.errors import ActorLost
 from headrace.actors.run.exit_codes import exit_code_of_run
 from headrace.actors.run.launch import drive, reopen
 from headrace.actors.run.resume import ResumePreparation
+from headrace.actors.run.service import Service
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
-
-if TYPE_CHECKING:
-    from headrace.actors.run.service import Service
 
 
 async def answer(service: Service, answers: BinaryIO) -> None:

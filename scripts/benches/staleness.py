@@ -14,16 +14,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 RECIPE: Final = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.toml"
 BATCH: Final = 64

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+from typing import Final, Self
 
 logger = logging.getLogger(__name__)
 

@@ -5,18 +5,17 @@ Invariant: applying the same events in the same order produces the same session.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
+from headrace.buffer.token_kinds import KindRuns
+from headrace.buffer.types import VersionSpan
+from headrace.serve.capture.echoes import Drift
 from headrace.serve.conversation import Purpose, TurnAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.buffer.types import VersionSpan
-    from headrace.serve.capture.echoes import Drift
     from headrace.serve.rendering.render import TokenIds
 
 

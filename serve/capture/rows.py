@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +23,10 @@ from headrace.buffer.token_kinds import OBSERVED, TokenKind, from_runs
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.serve.capture.coverage import Coverage
 from headrace.serve.capture.events import Exhausted, Status
-from headrace.serve.capture.session import TrainedPart
+from headrace.serve.capture.session import Session, SessionId, TrainedPart
 from headrace.serve.capture.session_usage import SessionUsage
 from headrace.serve.capture.trie import PromptNode, SampledNode, Trie, below, path
 from headrace.serve.conversation import Purpose
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.serve.capture.session import Session, SessionId
 
 
 class Masked(StrEnum):

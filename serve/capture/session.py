@@ -15,13 +15,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NewType
+from typing import NewType
 
-from headrace.buffer.token_kinds import TokenKind
+from headrace.buffer.token_kinds import KindRuns, TokenKind
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason, Grammar
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.events import (
@@ -54,13 +55,8 @@ from headrace.serve.conversation import (
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.parsing.base import OutputParser, ParsedCall, ParsedOutput
 from headrace.serve.parsing.scanner import END_THINK, THINK
+from headrace.serve.rendering.render import Renderer, TokenIds
 from headrace.serve.rendering.work import RendererCall, RenderWork
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.serve.rendering.render import Renderer, TokenIds
 
 SessionId = NewType("SessionId", str)
 

@@ -7,8 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.buffer.breakdown import (
     ENGINE,
@@ -23,11 +24,7 @@ from headrace.buffer.breakdown import (
     TOOL,
 )
 from headrace.buffer.primitives.critical_path import Segment, critical_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.policies.engine import Completion
+from headrace.policies.engine import Completion
 
 MAX_INTERVALS: Final = 20_000
 """Intervals kept per session; the time of later ones is not attributed."""

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.buffer.token_kinds import KindRuns
+from headrace.buffer.types import VersionSpan
 from headrace.serve.capture.echoes import Drift, KnownChanges, Served, Words, changes_of, digest
 from headrace.serve.capture.events import Origin, Recorded, Status
 from headrace.serve.capture.matching import (
@@ -34,10 +37,6 @@ from headrace.serve.capture.matching import (
 from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, TurnAnswer, TurnRequest, ending_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.buffer.types import VersionSpan
     from headrace.serve.rendering.render import TokenIds
 
 

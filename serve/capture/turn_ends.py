@@ -9,13 +9,13 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from headrace.policies.engine import Completion
 
-    from headrace.policies.engine import Completion
+if TYPE_CHECKING:
     from headrace.serve.rendering.render import Renderer
 
 

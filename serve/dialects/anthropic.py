@@ -13,8 +13,9 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -34,12 +35,8 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects import constraints, fields, openai
 from headrace.serve.dialects.dialect import WireRequest
+from headrace.serve.dialects.fields import JsonObject
 from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken, InfraError, WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from headrace.serve.dialects.fields import JsonObject
 
 AGENT_HEADER = "x-claude-code-agent-id"
 OVERLOADED = 529

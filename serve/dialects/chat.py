@@ -13,9 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.serve.conversation import (
     AnswerTokens,
@@ -36,12 +37,8 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects import constraints, fields, openai
 from headrace.serve.dialects.dialect import TokenFields, WireRequest
+from headrace.serve.dialects.fields import JsonObject
 from headrace.serve.errors import BadRequest, WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from headrace.serve.dialects.fields import JsonObject
 
 COMPLETION_PREFIX: Final = "chatcmpl-"
 """Beginning of a completion's id; the id of its turn follows."""

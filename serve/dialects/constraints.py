@@ -9,17 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from headrace.serve.conversation import Constraint, ConstraintKind
+from headrace.serve.conversation import Constraint, ConstraintKind, ToolSpec
 from headrace.serve.dialects import fields
+from headrace.serve.dialects.fields import JsonObject
 from headrace.serve.errors import BadRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.serve.conversation import ToolSpec
-    from headrace.serve.dialects.fields import JsonObject
 
 CHOICE = "tool_choice"
 

@@ -9,14 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.serve.conversation import TurnAnswer, TurnRequest
-    from headrace.serve.errors import WireError
+from headrace.serve.conversation import TurnAnswer, TurnRequest
+from headrace.serve.errors import WireError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -34,12 +35,8 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects import constraints, fields, openai
 from headrace.serve.dialects.dialect import CallShape, WireRequest
+from headrace.serve.dialects.fields import JsonObject
 from headrace.serve.errors import BadRequest, BodyTooLarge, ContextExceeded, InfraError, TooManyRequests, WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from headrace.serve.dialects.fields import JsonObject
 
 METADATA = "x-codex-turn-metadata"
 SUBAGENT = "x-openai-subagent"

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import os
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -13,6 +14,7 @@ from urllib.parse import parse_qsl, unquote
 
 from aiohttp import web
 
+from headrace.serve.e2b.envd import Access
 from headrace.serve.e2b_sandboxes.bodies import (
     Connect,
     NewSandbox,
@@ -24,16 +26,13 @@ from headrace.serve.e2b_sandboxes.bodies import (
     timestamp,
 )
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.table import Row, State
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Mapping
-
-    from headrace.serve.e2b.envd import Access
-    from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 R = TypeVar("R")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Any, Final
@@ -22,15 +23,13 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError, SandboxGone
 from headrace.serve.e2b.connect_protocol import Message, ResponseStream, check_stream, deadline_s, read_unary
+from headrace.serve.e2b_sandboxes.entries import Account
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, api_error, not_running, rpc_error
+from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from headrace.serve.e2b_sandboxes.entries import Account
-    from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
     Unary = Callable[["Call", Message], Awaitable[Message]]
     Streaming = Callable[["Call", ResponseStream], Awaitable[None]]

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from headrace.sandboxes.base import ProgramRunner
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 HEADER: Final = "x-metadata-"
 _KEY: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,200}")

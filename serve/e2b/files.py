@@ -19,6 +19,7 @@ import posixpath
 import re
 import shlex
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final
@@ -31,14 +32,12 @@ from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGon
 from headrace.serve.e2b.envd import TOKEN_HEADER, Envd
 from headrace.serve.e2b.file_metadata import parse_metadata, store_metadata
 from headrace.serve.e2b.filesystem_service import code_of
+from headrace.serve.e2b_sandboxes.entries import Account
 from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
-
-    from headrace.serve.e2b_sandboxes.entries import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _CHUNK_BYTES: Final = 1 << 16
 _FILE_NAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"')

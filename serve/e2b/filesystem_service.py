@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiohttp import web
 
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b.connect_protocol import Message, ResponseStream, read_single
+from headrace.serve.e2b.envd import Call, Envd
 from headrace.serve.e2b.file_metadata import add_metadata
 from headrace.serve.e2b_sandboxes.entries import FORMAT, parse_entries
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
@@ -24,10 +26,6 @@ from headrace.serve.e2b_sandboxes.watchers import (
     Watcher,
     start_scans,
 )
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b.envd import Call, Envd
 
 _TIMEOUT_S: Final = 120.0
 _MAX_LISTING_BYTES: Final = 32 << 20

@@ -9,21 +9,19 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from aiohttp import web
 
 from headrace.sandboxes.base import Feature, ImageRef
 from headrace.sandboxes.errors import SandboxError, SandboxGone
+from headrace.serve.e2b.envd import Access
 from headrace.serve.e2b_sandboxes.bodies import Network, NewSnapshot, read_body, timestamp
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, unsupported
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes, spec_of
 from headrace.serve.e2b_sandboxes.live_sandbox import CpuSample, LiveSandbox
 from headrace.serve.e2b_sandboxes.table import Snapshot, State
-
-if TYPE_CHECKING:
-    from headrace.serve.e2b.envd import Access
-    from headrace.serve.e2b_sandboxes.keys import Owner
 
 _MAX_METRICS: Final = 100
 _FAMILIES: Final = ("templates", "volumes", "volumecontent", "secrets", "teams", "nodes", "events")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -26,12 +27,10 @@ from headrace.sandboxes.local.exposed import forward, forwarded
 from headrace.serve.e2b.envd import TOKEN_HEADER, Envd, has_secret
 from headrace.serve.e2b.web_sockets import relay_web_socket
 from headrace.serve.e2b_sandboxes.errors import ApiError, api_error, not_running
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 ENVD_PORT: Final = 49983
 _CONNECT_S: Final = 10.0

@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import shlex
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiohttp import web
 
 from headrace.sandboxes.base import Stream, TerminalSize
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b.connect_protocol import Message, ResponseStream, read_frames, read_single
+from headrace.serve.e2b.envd import Call, Envd
 from headrace.serve.e2b_sandboxes.bodies import check_environment
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
 from headrace.serve.e2b_sandboxes.processes import Command, OutputReader, RunningCommand
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b.envd import Call, Envd
 
 _CHECK_TIMEOUT_S: Final = 30.0
 _FIELDS: Final = {Stream.STDOUT: "stdout", Stream.STDERR: "stderr", Stream.TERMINAL: "pty"}

@@ -12,14 +12,17 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.errors import SandboxError, SpecRefused
+from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b.control import ControlPlane
 from headrace.serve.e2b.envd import Access, Envd
@@ -34,16 +37,10 @@ from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import ApiKeys
 from headrace.serve.e2b_sandboxes.lifecycle import Backend, Sandboxes
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.recovery import recover
 from headrace.serve.e2b_sandboxes.table import SandboxTable
 from headrace.serve.e2b_sandboxes.templates import MAX_BYTES, Templates
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-    from pathlib import Path
-
-    from headrace.sandboxes.images.builder import ImageBuilder
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0
 """Time that streams are given to end at shutdown."""

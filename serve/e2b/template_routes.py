@@ -11,8 +11,11 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.e2b.control import ENVD_VERSION
+from headrace.serve.e2b.envd import Access
 from headrace.serve.e2b_sandboxes.bodies import read_body, timestamp
 from headrace.serve.e2b_sandboxes.errors import ApiError, api_error
+from headrace.serve.e2b_sandboxes.keys import Owner
+from headrace.serve.e2b_sandboxes.table import Template
 from headrace.serve.e2b_sandboxes.template_bodies import (
     AssignTags,
     NewTemplate,
@@ -23,10 +26,7 @@ from headrace.serve.e2b_sandboxes.template_bodies import (
 )
 
 if TYPE_CHECKING:
-    from headrace.serve.e2b.envd import Access
     from headrace.serve.e2b.observation import Observation
-    from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.e2b_sandboxes.table import Template
     from headrace.serve.e2b_sandboxes.templates import Build, Templates
 
 _CHUNK_BYTES: Final = 1 << 18

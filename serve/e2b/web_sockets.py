@@ -8,16 +8,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
 
-if TYPE_CHECKING:
-    from multidict import CIMultiDict
-    from yarl import URL
-
-    Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
+Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 _MAX_MESSAGE_BYTES: Final = 32 << 20
 _HANDSHAKE: Final = "sec-websocket-"

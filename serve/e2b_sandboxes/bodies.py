@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import re
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import orjson
+from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace.serve.e2b_sandboxes.errors import ApiError
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 MAX_TIMEOUT_S: Final = 24 * 3600
 MAX_BODY_BYTES: Final = 1 << 20

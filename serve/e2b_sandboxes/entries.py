@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import posixpath
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN
 from headrace.serve.e2b_sandboxes.bodies import timestamp
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox
 
 FORMAT: Final = r"%i\0%y\0%Y\0%s\0%m\0%M\0%u\0%g\0%T@\0%l\0%p\0"
 """inode, type, type behind links, size, mode, permissions, owner, group, modified, link target, path (find(1))."""

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import hashlib
 import logging
 import secrets
@@ -20,24 +21,20 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from headrace.sandboxes.base import Feature, Guest, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b_sandboxes.bodies import NewSandbox, digest
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
 from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
 from headrace.serve.e2b_sandboxes.images import LEAST_PATIENCE_S, BootQueue, ImageMap, prepare_image
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits
 from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.starting import start_template
 from headrace.serve.e2b_sandboxes.table import Row, SandboxTable, State, TemplateBuild
-
-if TYPE_CHECKING:
-    import builtins
-
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b_sandboxes.keys import Owner
 
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"

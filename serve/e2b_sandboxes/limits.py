@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SpecRefused
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import SandboxSpec
 
 _SIZE: Final = re.compile(r"([0-9]{1,15})([KMGT]?)(?:i?B)?")
 _SHIFTS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}

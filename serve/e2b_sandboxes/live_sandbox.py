@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
+from headrace.sandboxes.base import Sandbox
 from headrace.serve.e2b_sandboxes.bodies import timestamp
 from headrace.serve.e2b_sandboxes.entries import Accounts
 from headrace.serve.e2b_sandboxes.errors import ApiError
 from headrace.serve.e2b_sandboxes.processes import ProcessTable
-from headrace.serve.e2b_sandboxes.table import State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from headrace.sandboxes.base import Sandbox
-    from headrace.serve.e2b_sandboxes.table import Row
-    from headrace.serve.e2b_sandboxes.watchers import ScanBudget, Watcher
+from headrace.serve.e2b_sandboxes.table import Row, State
+from headrace.serve.e2b_sandboxes.watchers import ScanBudget, Watcher
 
 LEVEL: Final = "info"
 LOGGER: Final = "process"

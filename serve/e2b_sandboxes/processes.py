@@ -16,13 +16,11 @@ import asyncio
 import signal
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
+from headrace.sandboxes.base import Output, Process
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError, rpc_error
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Output, Process
 
 MAX_ENDED: Final = 64
 _LOG_BYTES: Final = 256 << 10

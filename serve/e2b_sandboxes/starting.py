@@ -7,16 +7,13 @@ its sandbox.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import BootTimeout, ExecTimeout
 from headrace.sandboxes.images.builder import is_check, wait_until_ready
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b_sandboxes.errors import RpcError
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.processes import Command, RunningCommand
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 
 async def start_template(live: LiveSandbox, tasks: ServerTasks, ready_s: float) -> None:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.serve.e2b_sandboxes.errors import ApiError
+from headrace.serve.e2b_sandboxes.keys import Owner
+from headrace.serve.e2b_sandboxes.table import SandboxTable, Template, TemplateBuild
 from headrace.serve.e2b_sandboxes.template_bodies import DEFAULT_TAG, check_tags, split_name
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.images.catalog import ImageCatalog
-    from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.e2b_sandboxes.table import SandboxTable, Template, TemplateBuild
 
 
 class TemplateTable:

@@ -17,14 +17,16 @@ import time
 import uuid
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.images.build_steps import E2B_USER, BuildRefused, BuiltImage, Recipe, Step, StepKind
+from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import ImageCatalog, NamedImage
 from headrace.serve.e2b_sandboxes.bodies import timestamp
 from headrace.serve.e2b_sandboxes.errors import ApiError, unsupported
 from headrace.serve.e2b_sandboxes.images import DEFAULT_TEMPLATE, ImageMap
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.e2b_sandboxes.lifecycle import IMAGE, Sandboxes
 from headrace.serve.e2b_sandboxes.table import Template, TemplateBuild
 from headrace.serve.e2b_sandboxes.template_bodies import (
@@ -37,10 +39,6 @@ from headrace.serve.e2b_sandboxes.template_bodies import (
 )
 from headrace.serve.e2b_sandboxes.template_table import TemplateTable
 from headrace.serve.e2b_sandboxes.uploads import Uploads
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.images.builder import ImageBuilder
-    from headrace.serve.e2b_sandboxes.keys import Owner
 
 MAX_TEMPLATES: Final = 1000
 """Templates of one owner."""

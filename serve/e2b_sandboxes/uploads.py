@@ -13,19 +13,18 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused, OutOfDisk
 from headrace.sandboxes.images.build_context import store_archive
 from headrace.sandboxes.images.layers import UnpackLimits
 from headrace.serve.e2b_sandboxes.errors import ApiError
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.e2b_sandboxes.template_bodies import FILES_HASH
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from headrace.sandboxes.images.builder import ImageBuilder
-    from headrace.serve.e2b_sandboxes.keys import Owner
 
 _EXPIRES_S: Final = 3600.0
 _MAX_OPEN: Final = 1000

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import orjson
+from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, MAX_REMOTE_OUTPUT_BYTES, Network
 from headrace.sandboxes.errors import SpecRefused
 from headrace.serve.e2b_sandboxes.bodies import check_environment
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 MAX_BODY_BYTES: Final = 96 << 20
 MAX_TIME_S: Final = 7 * 24 * 3600.0

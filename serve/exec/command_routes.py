@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import tempfile
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -36,14 +37,10 @@ from headrace.serve.exec.bodies import (
     whole_number,
 )
 from headrace.serve.exec.processes import LONGEST_POLL_S, BufferedProcess, ProcessTable
+from headrace.serve.exec.registry import LeasedSandbox, Registry
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from headrace.serve.exec.registry import LeasedSandbox, Registry
-
-    Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
-    Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]
+Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
+Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]
 
 _EXEC: Final = "/v1/sandboxes/{id}/exec"
 _PROCESSES: Final = "/v1/sandboxes/{id}/processes"

@@ -13,17 +13,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.exec.registry import Container, LeasedSandbox, Registry
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.serve.e2b_sandboxes.keys import Owner
 
 MAX_CONTAINERS: Final = 512
 MAX_WAITING: Final = 4096

@@ -20,29 +20,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
 
 import orjson
 from aiohttp import web
 
 from headrace.sandboxes.errors import ImageUnknown, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.remote.error_documents import status_of
+from headrace.sandboxes.remote.tasks import ServerTasks
+from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
 from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
 from headrace.serve.exec.dropin_bodies import ContainerTarget, CreateContainer, Diff, Evaluate, RunCommand
 from headrace.serve.exec.evaluations import ApplyPatch, Evaluations
+from headrace.serve.exec.registry import LeasedSandbox, Registry
 from headrace.serve.exec.responses import ResponseParts, error_response, owner_of, respond, retry_after
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.registry import LeasedSandbox, Registry
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
-    Find = Callable[[Owner, str], LeasedSandbox]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
+Find = Callable[[Owner, str], LeasedSandbox]
 
 MAX_STORED: Final = 64
 

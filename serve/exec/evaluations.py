@@ -11,16 +11,14 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.sandboxes.base import ExecResult, Feature, Sandbox
 from headrace.sandboxes.errors import ExecTimeout, Unsupported
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.exec.containers import Containers, new_container
-
-if TYPE_CHECKING:
-    from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.exec.dropin_bodies import Diff, Evaluate, RunCommand
-    from headrace.serve.exec.registry import LeasedSandbox
+from headrace.serve.exec.dropin_bodies import Diff, Evaluate, RunCommand
+from headrace.serve.exec.registry import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
 """Applies a patch to the repository in a folder of a clean sandbox, within a time limit in seconds. Returns the reason

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable
+from typing import Final
 
+from headrace.sandboxes.base import Output, Process
 from headrace.sandboxes.errors import ExecResultLost, SandboxError, SpecRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from headrace.sandboxes.base import Output, Process
-    from headrace.sandboxes.remote.tasks import ServerTasks
+from headrace.sandboxes.remote.tasks import ServerTasks
 
 WINDOW_BYTES: Final = 256 << 10
 MAX_ENDED: Final = 64

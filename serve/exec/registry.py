@@ -14,26 +14,23 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import builtins
 import hashlib
 import logging
 import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
 from headrace.sandboxes.base import ImageRef, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone, SpecRefused
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.e2b_sandboxes.images import LEAST_PATIENCE_S, BootQueue, ImageMap, prepare_image
+from headrace.serve.e2b_sandboxes.keys import Owner
 from headrace.serve.e2b_sandboxes.table import ServerDatabase
-
-if TYPE_CHECKING:
-    import builtins
-    from pathlib import Path
-
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.e2b_sandboxes.keys import Owner
 
 _LABELS: Final = "exec_server."
 _OWNER, _KEY, _API = f"{_LABELS}owner", f"{_LABELS}key", f"{_LABELS}api"

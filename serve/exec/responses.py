@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable, Coroutine, Mapping
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 from aiohttp import web
@@ -25,13 +26,9 @@ from aiohttp import web
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError, SecretRefused
 from headrace.sandboxes.remote.error_documents import status_of, to_document
 from headrace.serve.e2b_sandboxes.keys import ANYONE, ApiKeys, Owner
+from headrace.serve.exec.registry import LeasedSandbox
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
-
-    from headrace.serve.exec.registry import LeasedSandbox
-
-    ErrorEncoder = Callable[[SandboxError], "ResponseParts"]
+ErrorEncoder = Callable[[SandboxError], "ResponseParts"]
 
 HEARTBEAT_S: Final = 5.0
 _JSON: Final = "application/json"

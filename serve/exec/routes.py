@@ -8,27 +8,24 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from headrace.sandboxes.base import Feature, FrozenMount, Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
+from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
 from headrace.serve.exec.bodies import Create, Renew, read_body
 from headrace.serve.exec.command_routes import CommandRoutes, FileRoutes, expose
 from headrace.serve.exec.processes import ProcessTable
+from headrace.serve.exec.registry import LeasedSandbox, Registry
 from headrace.serve.exec.responses import check_secret, error_response, owner_of, respond
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.registry import LeasedSandbox, Registry
-
-    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    OwnerWork = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
-    SandboxWork = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+OwnerWork = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
+SandboxWork = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
 
 ONE = "/v1/sandboxes/{id}"
 

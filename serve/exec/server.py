@@ -13,40 +13,35 @@ import asyncio
 import hashlib
 import resource
 import signal
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
+from aiohttp import web
 from pydantic import ValidationError
 
-from headrace.sandboxes.base import Network
+from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.sandboxes.base import Network, SandboxProvider
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.sandboxes.retry import RetryConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import checked, load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from headrace.serve.e2b_sandboxes.limits import SandboxLimits, parse_size
 from headrace.serve.exec.dropin import DropIn
+from headrace.serve.exec.evaluations import ApplyPatch
 from headrace.serve.exec.registry import LeasedSandboxTable, Registry
 from headrace.serve.exec.routes import ExecApi
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from aiohttp import web
-
-    from headrace.buffer.primitives.exit_stack import AsyncExitStack
-    from headrace.sandboxes.base import SandboxProvider
-    from headrace.sandboxes.remote.tasks import ServerTasks
-    from headrace.serve.exec.evaluations import ApplyPatch
-
-    _Provider = LocalProvider | OciProvider | MultiHostProvider
+_Provider = LocalProvider | OciProvider | MultiHostProvider
 
 E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)

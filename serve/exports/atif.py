@@ -15,23 +15,19 @@ Format: harbor.models.trajectories of Harbor 0.25.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import orjson
 
-from headrace.serve.conversation import Reasoning
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Session
+from headrace.serve.conversation import Reasoning, ToolCall
 from headrace.serve.exports import json_pieces
 from headrace.serve.exports.branches import Branch, BranchTurn, branches_of
+from headrace.serve.exports.prompt_messages import MessageShape, Source
 from headrace.serve.exports.rollout_details import prompt_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.capture.session import Session
-    from headrace.serve.conversation import ToolCall
-    from headrace.serve.exports.prompt_messages import MessageShape, Source
 
 ATIF_VERSION: Final = "ATIF-v1.8"
 UNKNOWN: Final = "unknown"

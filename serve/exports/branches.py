@@ -10,13 +10,10 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headrace.serve.capture.rows import IN_ROWS, Masked, lineage_name, verdicts_of
+from headrace.serve.capture.session import Session
 from headrace.serve.capture.trie import PromptNode, SampledNode, path
-
-if TYPE_CHECKING:
-    from headrace.serve.capture.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import orjson
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 
 def value(document: object) -> Iterator[bytes]:

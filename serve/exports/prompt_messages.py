@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -17,8 +18,6 @@ from headrace.policies.errors import TemplateRefused
 from headrace.serve.conversation import Role, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from headrace.serve.rendering.render import Renderer
 
 Source: TypeAlias = Literal["system", "user", "agent"]

@@ -11,16 +11,12 @@ Format: harbor.models.agent.rollout_detail of Harbor 0.25.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from headrace.serve.capture.session import Session
 from headrace.serve.capture.trie import Trie
 from headrace.serve.exports import json_pieces
 from headrace.serve.exports.branches import Branch, BranchTurn, branches_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from headrace.serve.capture.session import Session
 
 
 def rollout_details(session: Session) -> Iterator[bytes]:

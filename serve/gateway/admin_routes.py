@@ -11,8 +11,8 @@ import asyncio
 import hmac
 import logging
 import secrets
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
@@ -29,15 +29,11 @@ from headrace.serve.errors import (
 from headrace.serve.exports.export_form import ExportForm
 from headrace.serve.gateway import codec
 from headrace.serve.gateway.agent_routes import Handler, bearer_of
+from headrace.serve.gateway.bodies import Bodies
 from headrace.serve.gateway.connections import CLIENT_LINGER_S, dismiss
 from headrace.serve.gateway.delivery import json_response
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.serve.gateway.bodies import Bodies
-    from headrace.serve.gateway.exports import Exporter
-    from headrace.serve.gateway.sessions import SessionTable
+from headrace.serve.gateway.exports import Exporter
+from headrace.serve.gateway.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from aiohttp import web
 
+from headrace.serve.conversation import TurnAnswer
 from headrace.serve.dialects import fields
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import Dialect, WireRequest
 from headrace.serve.dialects.parse_work import ParseWork, brackets_of
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import (
@@ -34,21 +37,14 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from headrace.serve.gateway.bodies import Bodies
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.connections import CLIENT_LINGER_S, dismiss
 from headrace.serve.gateway.delivery import Delivery, json_response
-from headrace.serve.gateway.turns import FIRST, Retry
+from headrace.serve.gateway.limited_log import LimitedLog
+from headrace.serve.gateway.sessions import SessionTable
+from headrace.serve.gateway.turns import FIRST, LiveSession, Retry, Turns
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.dialects.dialect import Dialect, WireRequest
-    from headrace.serve.gateway.bodies import Bodies
-    from headrace.serve.gateway.limited_log import LimitedLog
-    from headrace.serve.gateway.sessions import SessionTable
-    from headrace.serve.gateway.turns import LiveSession, Turns
 
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 Parsed = TypeVar("Parsed")

@@ -11,20 +11,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
+from aiohttp.streams import StreamReader
 
 from headrace.serve.errors import BodyTooLarge, BodyUnreadable, GatewayBusy, RequestTimeout
+from headrace.serve.gateway.body_budget import BodyBudget, HeldBody
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from aiohttp.streams import StreamReader
-
     from headrace.serve.capture.session import SessionId
-    from headrace.serve.gateway.body_budget import BodyBudget, HeldBody
 
 Parsed = TypeVar("Parsed")
 

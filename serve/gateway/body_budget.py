@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +21,6 @@ from typing import TYPE_CHECKING
 from headrace.serve.errors import TooManyRequests
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from headrace.serve.capture.session import SessionId
 
 

@@ -8,21 +8,18 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import aiohttp
 import orjson
 
 from headrace.policies.transport_errors import reason
+from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway import codec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.serve.capture.rows import SessionReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

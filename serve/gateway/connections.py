@@ -19,28 +19,24 @@ import math
 import re
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import orjson
 from aiohttp import HttpVersion11, web
 from aiohttp.http import RawRequestMessage
+from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import ERROR
 
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import Dialect
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import BadRequest, GatewayBroken, RequestTimeout, WireError
 from headrace.serve.gateway.delivery import json_response
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aiohttp.streams import StreamReader
-
-    from headrace.serve.dialects.dialect import Dialect
 
 READ_BYTES = 2**16
 """Read buffer of a connection. aiohttp stops reading at twice its size."""

@@ -13,19 +13,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
 
+from headrace.serve.conversation import TurnAnswer
+from headrace.serve.dialects.dialect import Dialect, WireRequest
 from headrace.serve.errors import WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.dialects.dialect import Dialect, WireRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

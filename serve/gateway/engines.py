@@ -18,26 +18,21 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+from opentelemetry.trace import Tracer
+from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.breakdown import GATE
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineDown, EngineError, GrammarMissing, GrammarRefused, PromptTooLong
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import ContextExceeded, InfraError, NoEngineOpen
 from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
 from headrace.serve.observing import span_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opentelemetry.trace import Tracer
-    from opentelemetry.util.types import AttributeValue
-
-    from headrace.serve.capture.session_usage import UsageClock
-
 
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16

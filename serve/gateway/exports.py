@@ -14,13 +14,17 @@ import asyncio
 import hashlib
 import logging
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 from urllib.parse import quote
 
 from headrace.buffer.primitives.durable_files import PARTIAL, replace_from
 from headrace.sandboxes.private_folders import make_missing
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Session, SessionId
 from headrace.serve.errors import OptionRefused
 from headrace.serve.exports import json_pieces
 from headrace.serve.exports.atif import AtifWriter
@@ -28,14 +32,7 @@ from headrace.serve.exports.export_form import ExportForm
 from headrace.serve.exports.prompt_messages import MessageShape
 from headrace.serve.exports.rollout_details import rollout_details
 from headrace.serve.gateway import codec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.capture.session import Session, SessionId
-    from headrace.serve.rendering.render import Renderer
+from headrace.serve.rendering.render import Renderer
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,17 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import aiohttp
 from aiohttp import web
 from opentelemetry import trace
+from opentelemetry.trace import Tracer
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.policies.engine import Engine, EngineId
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.coverage import Coverage
 from headrace.serve.capture.session_log import SessionLog
@@ -34,29 +37,22 @@ from headrace.serve.gateway.admin_routes import AdminRoutes, refusal_of
 from headrace.serve.gateway.agent_routes import AgentRoutes, name_of
 from headrace.serve.gateway.bodies import Bodies
 from headrace.serve.gateway.body_budget import BodyBudget
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.connections import ConnectionSettings, dismiss, listen
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.exports import Exporter, ExportFolder
 from headrace.serve.gateway.limited_log import LimitedLog
 from headrace.serve.gateway.placement import token_prefix
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
 from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.large_blocks import return_large_blocks
 from headrace.serve.rendering.processes import RenderProcesses
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.render_thread import RenderThread
 from headrace.serve.rendering.template_renderer import load_renderer
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from opentelemetry.trace import Tracer
-
-    from headrace.policies.engine import Engine, EngineId
-    from headrace.serve.gateway.config import GatewayConfig
-    from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-    from headrace.serve.rendering.render import Renderer
-    from headrace.serve.rendering.work import Renders
+from headrace.serve.rendering.work import Renders
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,8 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def place_of(session_id: str, places: int) -> int:

@@ -7,24 +7,20 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from headrace.buffer.token_kinds import KindRuns
 from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
+from headrace.serve.capture.session import Session
+from headrace.serve.capture.trie import Match
 from headrace.serve.conversation import Role, TurnRequest, say
 from headrace.serve.errors import BadRequest
-from headrace.serve.rendering.work import RendererCall
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.serve.capture.session import Session
-    from headrace.serve.capture.trie import Match
-    from headrace.serve.rendering.render import Renderer, TokenIds
-    from headrace.serve.rendering.work import Renders, Work
+from headrace.serve.rendering.render import Renderer, TokenIds
+from headrace.serve.rendering.work import RendererCall, Renders, Work
 
 T = TypeVar("T")
 

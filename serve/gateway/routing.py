@@ -11,15 +11,15 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from headrace.buffer.types import VersionSpan
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
 
-    from headrace.buffer.types import VersionSpan
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId
+if TYPE_CHECKING:
     from headrace.serve.capture.session import SessionId
 
 

@@ -15,7 +15,6 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.serve.capture.coverage import CoverageWindow
@@ -25,11 +24,9 @@ from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import ExportUnknown, LogBroken, SessionExists, SessionUnfinished
 from headrace.serve.exports.export_form import ExportForm
+from headrace.serve.gateway.exports import ExportFolder
 from headrace.serve.gateway.turns import LiveSession, Turns
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.exports import ExportFolder
 
 logger = logging.getLogger(__name__)
 

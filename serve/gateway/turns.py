@@ -18,11 +18,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
 
 from headrace.buffer.breakdown import RENDER
+from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.policies.engine import (
     MAX_GRAMMAR_CHARACTERS,
     Completion,
@@ -35,9 +40,11 @@ from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Replayed, Spent
 from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import SessionReport, report_of
-from headrace.serve.capture.session import begins_in_reasoning
+from headrace.serve.capture.session import Session, TurnPlan, begins_in_reasoning
+from headrace.serve.capture.session_log import SessionLog
+from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.capture.trie import Match, path
-from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, TurnRequest
+from headrace.serve.conversation import AnswerTokens, AnswerWithTokens, TurnAnswer, TurnRequest
 from headrace.serve.errors import (
     BadRequest,
     ContextExceeded,
@@ -51,24 +58,12 @@ from headrace.serve.gateway.prompts import Prompts
 from headrace.serve.gateway.routing import Lineage
 from headrace.serve.observing import span_names
 from headrace.serve.observing.tracing import context_from
+from headrace.serve.parsing.base import OutputParser
 from headrace.serve.parsing.grammars import Reasons, grammar_of
 from headrace.serve.parsing.parser_choice import ParserAlarm
 from headrace.serve.parsing.scanner import THINK
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Tracer
-
-    from headrace.buffer.primitives.single_flight import SingleFlight
-    from headrace.serve.capture.session import Session, TurnPlan
-    from headrace.serve.capture.session_log import SessionLog
-    from headrace.serve.capture.session_usage import UsageClock
-    from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.rendering.render import Renderer
-    from headrace.serve.rendering.work import Renders
+from headrace.serve.rendering.render import Renderer
+from headrace.serve.rendering.work import Renders
 
 T = TypeVar("T")
 

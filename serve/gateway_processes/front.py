@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import secrets
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -32,8 +33,6 @@ from headrace.serve.gateway.delivery import json_response
 from headrace.serve.gateway.placement import place_of, place_of_token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from headrace.serve.gateway_processes.member import Member
 
 WAIT_S: Final = 120.0

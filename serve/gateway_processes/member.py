@@ -19,7 +19,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 import uvloop
@@ -29,11 +29,9 @@ from headrace.policies.processes.parent_death import die_with_parent
 from headrace.sandboxes.child_environment import child_environment
 from headrace.serve.errors import OptionRefused, ServeError
 from headrace.serve.exports.export_form import ExportForm
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.standalone import StandaloneOptions, serve_one
 from headrace.serve.rendering.template_renderer import load_renderer
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 

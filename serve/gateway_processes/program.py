@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -26,6 +26,7 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.serve.errors import OptionRefused
 from headrace.serve.gateway.connections import ConnectionSettings, listen
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.placement import most_processes, stable_ports
 from headrace.serve.gateway.standalone import (
     StandaloneOptions,
@@ -36,9 +37,6 @@ from headrace.serve.gateway.standalone import (
 )
 from headrace.serve.gateway_processes.front import DEFAULTS, Front
 from headrace.serve.gateway_processes.member import Member
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 

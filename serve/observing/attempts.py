@@ -6,12 +6,9 @@ is done for several attempts together, such as a batched call, has none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROLLOUT_ATTEMPT: ContextVar[tuple[str, int] | None] = ContextVar("headrace_rollout_attempt", default=None)
 """Rollout id and attempt that the current task works for; None for work that belongs to no single attempt."""

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    Record = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 ROLLOUT_PHASES = ("queue", "boot", "prepare", "agent", "evaluate")
 LEARNER_PHASES = ("step", "idle", "push")

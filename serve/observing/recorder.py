@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from time import time_ns
-from typing import TYPE_CHECKING, Final, NamedTuple
+from types import TracebackType
+from typing import Final, NamedTuple
 
 from opentelemetry import context as context_api
+from opentelemetry.context import Context
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -31,16 +34,10 @@ from opentelemetry.trace import (
     get_current_span,
     set_span_in_context,
 )
+from opentelemetry.util.types import AnyValue, Attributes
 
 from headrace.serve.observing.span_names import MAX_TEXT_CHARACTERS
 from headrace.serve.observing.tracing import root_attempt, root_span_id_for, trace_id_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
-
-    from opentelemetry.context import Context
-    from opentelemetry.util.types import AnyValue, Attributes
 
 MAX_ATTRIBUTES: Final = 64
 MAX_EVENTS: Final = 16

@@ -16,20 +16,17 @@ import json
 import logging
 import os
 from collections import Counter, deque
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import orjson
 import zstandard
 
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.serve.observing.recorder import RecordedSpan
+from headrace.serve.observing.recorder import RecordedSpan
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,16 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
+from opentelemetry.trace import Tracer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.serve.observing import span_names
-from headrace.serve.observing.recorder import SpanRecorder
+from headrace.serve.observing.recorder import RecordedSpan, SpanRecorder
 from headrace.serve.observing.span_files import SUFFIX, SpanFile
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
-
-    from headrace.serve.observing.recorder import RecordedSpan
 
 OtlpProtocol: TypeAlias = Literal["http/protobuf", "grpc"]
 """Names of OTEL_EXPORTER_OTLP_PROTOCOL (https://opentelemetry.io/docs/specs/otel/protocol/exporter/)."""

@@ -11,21 +11,17 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
+from opentelemetry.util.types import AttributeValue
 
+from headrace.buffer.types import Cause
 from headrace.serve.observing import span_names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from opentelemetry.util.types import AttributeValue
-
-    from headrace.buffer.types import Cause
 
 # The API has no argument for the ids of a root span; the recorder, which knows the run, reads this.
 root_attempt: ContextVar[tuple[str, int] | None] = ContextVar("headrace_root_attempt", default=None)

@@ -11,18 +11,14 @@ Invariants:
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from headrace.policies.engine import Grammar, GrammarKind
-from headrace.serve.conversation import ConstraintKind
+from headrace.serve.conversation import Constraint, ConstraintKind, ToolSpec, TurnRequest
+from headrace.serve.parsing.base import CallSyntax
 from headrace.serve.parsing.scanner import END_THINK, THINK
-
-if TYPE_CHECKING:
-    from headrace.serve.conversation import Constraint, ToolSpec, TurnRequest
-    from headrace.serve.parsing.base import CallSyntax
-
 
 MAX_BLANKS: Final = 16
 """Blanks in a row between the parts of JSON: enough to indent it, and a weak policy cannot go on in them. Older

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from headrace.serve.conversation import ToolSpec
 from headrace.serve.parsing.base import CallSyntax, ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import after_blanks, encodable, object_text, read_object
 from headrace.serve.parsing.scanner import NOTHING, Found, scan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.serve.conversation import ToolSpec
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from headrace.serve.conversation import ToolSpec
 from headrace.serve.errors import ParserUnknown
+from headrace.serve.parsing.base import CallSyntax, OutputParser, ParsedOutput
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 from headrace.serve.parsing.scanner import scan
 from headrace.serve.parsing.sglang_parsers import SGLANG, SGLangParser
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.serve.conversation import ToolSpec
-    from headrace.serve.parsing.base import CallSyntax, OutputParser, ParsedOutput
 
 
 class PlainParser:

@@ -12,14 +12,12 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headrace.serve.conversation import ToolSpec
 from headrace.serve.parsing.base import CallSyntax, ParsedCall, ParsedOutput
 from headrace.serve.parsing.json_spans import encodable
 from headrace.serve.parsing.scanner import NOTHING, Found, scan
-
-if TYPE_CHECKING:
-    from headrace.serve.conversation import ToolSpec
 
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")

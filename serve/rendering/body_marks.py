@@ -16,18 +16,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from headrace.buffer.token_kinds import TokenKind, to_runs
+from headrace.buffer.token_kinds import KindRuns, TokenKind, to_runs
 from headrace.serve.conversation import Message, Role, Text, ToolResult, WarningText
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.token_kinds import KindRuns
 
 _OPENING: Final = {TokenKind.PROMPT: "\ufdd0", TokenKind.OBSERVATION: "\ufdd1", TokenKind.WARNING: "\ufdd3"}
 _KIND_OF: Final = {mark: kind for kind, mark in _OPENING.items()}

@@ -28,16 +28,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.serve.errors import BadRequest, GatewayBroken
 from headrace.serve.rendering.large_blocks import return_large_blocks
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
-
-if TYPE_CHECKING:
-    from headrace.serve.rendering.render import Renderer
-    from headrace.serve.rendering.work import Work
+from headrace.serve.rendering.work import Work
 
 logger = logging.getLogger(__name__)
 

@@ -11,16 +11,13 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeAlias
 
+from headrace.buffer.token_kinds import KindRuns
 from headrace.policies.tokens.chat_template import Ending
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Iterable, Sequence
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.serve.conversation import Message, ToolCall, ToolSpec
+from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
 TokenIds: TypeAlias = "array[int]"
 """Array with type code `i` (int32)."""

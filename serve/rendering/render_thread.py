@@ -13,15 +13,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from headrace.serve.rendering.work import Work
 
+if TYPE_CHECKING:
     from headrace.serve.rendering.render import Renderer
-    from headrace.serve.rendering.work import Work
 
 T = TypeVar("T")
 

@@ -12,17 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
+from headrace.policies.tokens.added_tokens import ControlTokens
 from headrace.policies.tokens.chat_template import SharedTool, TemplateMessage
 from headrace.policies.tokens.pieces import BoundedCache
+from headrace.policies.tokens.template_shape import TemplateShape
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec
-
-if TYPE_CHECKING:
-    from headrace.policies.tokens.added_tokens import ControlTokens
-    from headrace.policies.tokens.template_shape import TemplateShape
 
 _TOOLS_BYTES = 16 * 2**20
 _GAP = "\n\n"

@@ -5,22 +5,17 @@ Invariants: the invariants of render.Renderer hold; text in the tokenizer's cach
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+from headrace.buffer.token_kinds import KindRuns
 from headrace.policies.errors import TemplateRefused, TokenizerInvalid
 from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.conversation import Message, Role, ToolCall, ToolResult, say
+from headrace.serve.conversation import Message, Role, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.body_marks import inserted, kinds_of, marked, without_marks
+from headrace.serve.rendering.render import Renderer, TokenIds
 from headrace.serve.rendering.template_messages import TemplateMessages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.serve.conversation import ToolSpec
-    from headrace.serve.rendering.render import Renderer, TokenIds
 
 _TOO_DEEP = "arguments or tool descriptions are nested too deeply"
 _PROBE_CALL = ToolCall("callprob1", "fern", '{"rush": "sedge"}')

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
+from headrace.serve.conversation import Message, ToolCall, ToolSpec
+from headrace.serve.errors import WireError
+
 if TYPE_CHECKING:
     from headrace.policies.tokens.chat_template import Ending
-    from headrace.serve.conversation import Message, ToolCall, ToolSpec
-    from headrace.serve.errors import WireError
     from headrace.serve.rendering.render import Renderer, TokenIds
 
 TEMPLATE_CHARACTERS: Final = 32

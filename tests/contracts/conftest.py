@@ -5,18 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from support import agent_rig as rigs
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 Reply = tuple[int, Any, Any]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,6 @@ from headrace.buffer.types import Cause
 from headrace.sandboxes.errors import SandboxGone
 from headrace.serve.capture.events import Exhausted
 from support import agent_rig as rigs
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 SLOW = ("qwen-code", "opencode")

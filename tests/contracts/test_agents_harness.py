@@ -6,30 +6,24 @@ import asyncio
 import hashlib
 import json
 import shlex
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from headrace.actors.agents.agent import AgentNotStarted, AgentSession, StopReason
-from headrace.actors.agents.cli_agent import CliAgent, Launch, ProgramConfig, ProgramEnd
+from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
+from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
 from headrace.actors.chat import NoChat
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.actors.agents.agent import AgentReport
-    from headrace.actors.agents.cli_agent import LaunchContext, OutputTail
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 TASK = Task(id=TaskId("t"), family="f", instruction="do it", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))

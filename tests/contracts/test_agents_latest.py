@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from headrace.actors.agents.installation import PINNED, InstallFailed, install
 from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
 from support import agent_rig as rigs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.agents_latest, pytest.mark.namespaces, pytest.mark.timeout(900)]
 

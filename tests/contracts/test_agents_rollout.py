@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.actors.agents.agent import Agent
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.evaluation.evaluator import Evaluator
@@ -27,11 +30,11 @@ from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.traces.store import SpanFolder
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.breakdown import OTHER, TOOL
+from headrace.buffer.breakdown import OTHER, TOOL, Breakdown
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import ImageRef, SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.gateway.config import GatewayConfig
@@ -40,14 +43,6 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 from support import agent_rig as rigs
 from support import repositories
 from support import run_rig as runs
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.agents.agent import Agent
-    from headrace.buffer.breakdown import Breakdown
-    from headrace.sandboxes.base import ImageRef
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 MAX_OTHER = 0.02

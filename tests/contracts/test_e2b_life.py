@@ -12,24 +12,21 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
 
 from headrace.buffer.primitives.durable_files import write_private
+from headrace.sandboxes.base import SandboxRef
 from headrace.sandboxes.errors import BootFailed, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.table import SandboxTable, State
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from headrace.sandboxes.base import SandboxRef
 
 pytestmark = pytest.mark.namespaces
 START = "process.Process/Start"

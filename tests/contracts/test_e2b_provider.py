@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
+from headrace.sandboxes.base import Feature, FrozenMount, Network, Sandbox, SandboxId, SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
 from headrace.sandboxes.errors import (
     ExecTimeout,
@@ -30,12 +31,6 @@ from headrace.serve.e2b_sandboxes.images import ImageMap
 from headrace.serve.e2b_sandboxes.keys import load_keys
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 KEY = "e2b_" + "1" * 40

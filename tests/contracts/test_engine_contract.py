@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -28,23 +30,17 @@ from headrace.policies.errors import (
     NoSession,
     RequestInvalid,
 )
-from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
-from headrace.policies.sglang.versions import release
+from headrace.policies.sglang.versions import Dialect, release
 from headrace.serve.observing.tracing import traceparent_of
 from support import engine_kinds as kinds
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
     import torch
-
-    from headrace.policies.processes.server_process import ServerProcess
-    from headrace.policies.sglang.versions import Dialect
 
 # SGLang alone imports for half a minute.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

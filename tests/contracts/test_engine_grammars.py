@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -23,10 +25,6 @@ from headrace.policies.engine import (
 from headrace.policies.errors import GrammarRefused
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from support import engine_kinds as kinds
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 END_ID = 257

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -15,16 +16,10 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.cpu_engine.program import CpuEngineConfig, build
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import EngineRefused, EngineStartFailed
-from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.sandboxes.key_files import make_key, read_key
 from support.engine_kinds import engine_process
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from headrace.policies.processes.server_process import ServerProcess
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 ROUTES = (

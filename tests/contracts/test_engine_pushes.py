@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,28 +19,19 @@ import pytest_asyncio
 import torch
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
+from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
-from headrace.policies.processes.server_process import EngineProcess
+from headrace.policies.processes.server_process import EngineProcess, ServerProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.machine import PushOutcome
+from headrace.policies.push.machine import PushOutcome, Step
 from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-from headrace.policies.sglang.versions import release
+from headrace.policies.sglang.versions import Dialect, release
 from support import push_rig
 from support.engine_kinds import engine_process, kind_dialect
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from headrace.policies.engine import Completion
-    from headrace.policies.processes.server_process import ServerProcess
-    from headrace.policies.push.machine import Step
-    from headrace.policies.sglang.versions import Dialect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 VOCABULARY, TOKENS = 258, 900

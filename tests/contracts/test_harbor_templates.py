@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -26,9 +27,6 @@ from headrace.serve.e2b_sandboxes.images import ImageMap
 from support.clean_sandboxes import CleanSandboxes
 from support.harbor_tasks import BASE, TaskFolder, built_tasks, verdict_tasks
 from support.installed_programs import installed
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(900)]
 INSTALL_S, RUN_S = 400, 400

@@ -8,10 +8,11 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -23,7 +24,7 @@ from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import HostPort, ImageRef, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ExecResultLost,
@@ -44,11 +45,6 @@ from headrace.serve.exec.server import ExecPart
 from headrace.serve.observing.tracing import traceparent_of
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 HEADRACE = str(Path(sys.executable).with_name("headrace"))

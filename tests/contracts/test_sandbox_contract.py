@@ -8,15 +8,25 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec
+from headrace.sandboxes.base import (
+    ExecResult,
+    Feature,
+    FrozenMount,
+    Network,
+    Sandbox,
+    SandboxId,
+    SandboxProvider,
+    SandboxSpec,
+)
 from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
@@ -32,11 +42,6 @@ from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.oci.runtime import RuntimeKind
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from headrace.sandboxes.base import ExecResult, Sandbox, SandboxProvider
 
 pytestmark = pytest.mark.namespaces
 

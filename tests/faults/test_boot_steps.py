@@ -9,22 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import SandboxInfo, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, LauncherGone, SandboxError
 from headrace.sandboxes.kernel import cgroups, stdlib_process
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from headrace.sandboxes.base import SandboxInfo
 
 pytestmark = pytest.mark.namespaces
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -13,10 +14,6 @@ import pytest_asyncio
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import GROUP_PHASES, Phase
 from support import group_rig as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

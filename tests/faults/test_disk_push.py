@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,14 +17,10 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
 from headrace.policies.errors import ModelInvalid, SenderFailed
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
+from headrace.policies.push.contract import PushReport
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushOutcome
 from headrace.policies.push.weights import read_snapshot
 from support import push_rig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from headrace.policies.push.contract import PushReport
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)

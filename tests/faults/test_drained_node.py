@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
+from headrace.actors.agents.agent import AgentReport
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.cluster.node_drain import leave_node
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import Replay
@@ -24,13 +28,6 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import RolloutId
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.actors.agents.agent import AgentReport
-    from headrace.actors.rollouts.stations import WorkerParts
 
 WAIT_S = 30.0
 HELD_OUT = (

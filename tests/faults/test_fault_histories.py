@@ -8,9 +8,11 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -21,7 +23,7 @@ from headrace.actors.errors import ActorError
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
-from headrace.actors.simulation.faulty_runtime import CallFaults
+from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.training.learner import LearnerLoop, Stage
 from headrace.actors.training.replay import Replay
@@ -30,17 +32,10 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.ledger.ledger import Ledger
-from headrace.buffer.types import Cause, ReceiptStatus
+from headrace.buffer.types import Batch, Cause, ReceiptStatus, StepReport
 from headrace.policies.errors import RowUnusable
 from headrace.policies.learners.simulated import SimulatedLearner
 from headrace.sandboxes.simulated.provider import SimulationConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from headrace.actors.simulation.faulty_runtime import FaultyRuntime
-    from headrace.buffer.types import Batch, StepReport
 
 IN_CI = 50
 SLOW = 1000

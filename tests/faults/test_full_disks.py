@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -26,10 +27,6 @@ from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.storage.restore import link_checkpoints
 from headrace.buffer.audit.verify import verify
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.namespaces]
 OVER_RAY = pytest.mark.usefixtures("ray_cluster")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,6 @@ from headrace.serve.rendering.processes import RenderProcesses
 from headrace.serve.rendering.work import RenderWork
 from support.gateway_rig import Lines, world
 from support.raw_http import head_of, raw_connection
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEFAULTS = GatewayConfig()

@@ -3,22 +3,17 @@ fails."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.sandboxes.kernel import syscalls
+from headrace.serve.capture.rows import SessionReport
 from headrace.serve.errors import SERVER_FAILED, GatewayUnreachable
 from support.gateway_rig import WIRES, Wire, world
-from support.scripted_engine import segments
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.serve.capture.rows import SessionReport
-    from support.scripted_engine import Ask
+from support.scripted_engine import Ask, segments
 
 pytestmark = pytest.mark.namespaces
 REFUSALS = 40

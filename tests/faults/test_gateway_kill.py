@@ -10,13 +10,16 @@ import random
 import re
 from array import array
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
@@ -39,15 +42,7 @@ from support.gateway_rig import (
     soon,
     until,
 )
-from support.scripted_engine import segments
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from aiohttp import web
-
-    from support.scripted_engine import Ask
+from support.scripted_engine import Ask, segments
 
 AGENTS = 50
 TURNS = 6

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -17,14 +18,7 @@ from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import ADMIN, GUARD_S, WIRES, Client, Engine, Lines, World, serving, soon, world
-from support.scripted_engine import Fault
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from support.scripted_engine import Ask
-
+from support.scripted_engine import Ask, Fault
 
 # Whatever ends a session.
 

@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,10 +21,6 @@ from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import Phase
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from support import group_rig as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

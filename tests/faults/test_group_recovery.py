@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import aiohttp
 import psutil
@@ -26,10 +28,6 @@ from headrace.policies.push.machine import GROUP_PHASES, Phase, Step
 from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from support import group_rig as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("ray_cluster")]
 NAMES = ("a", "b")

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,6 @@ from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
 

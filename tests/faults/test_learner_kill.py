@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +14,6 @@ from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.report import report_of
 from headrace.policies.learners.checkpoints import list_checkpoints, usable_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GUARD_S = 800
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from subprocess import PIPE, Popen
 from threading import Timer
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,10 +20,6 @@ from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.kernel import syscalls
 from support.ledger_life import BROKE, Plan
 from support.striking import Moment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 HANG_S = 60.0
 KILLS = 4

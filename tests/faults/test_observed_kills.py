@@ -8,11 +8,12 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -27,10 +28,6 @@ from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
 from support import run_rig as runs
 from support.collectors import http_collector
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(3600)]
 KILLS = 20

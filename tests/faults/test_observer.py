@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
@@ -20,12 +21,7 @@ from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
 from headrace.actors.traces.store import SpanFolder
 from support import run_rig as runs
 from support.cluster_rig import QUICK
-from support.collectors import http_collector
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.collectors import Collected
+from support.collectors import Collected, http_collector
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from benches.outage import GATE_WAITS, STEPS, Outages, measure_outage, prepare_outage
 
 from headrace.actors.record.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

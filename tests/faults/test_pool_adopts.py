@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +15,6 @@ from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
 

@@ -5,24 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import pytest
 
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
-from headrace.sandboxes.pool.ledger import EntryState, SandboxLedger
-from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from headrace.sandboxes.pool.ledger import Change, Entry, EntryState, SandboxLedger
+from headrace.sandboxes.pool.pool import Pool, PoolConfig, PoolStatus
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo, SandboxProvider
-    from headrace.sandboxes.pool.ledger import Change, Entry
-    from headrace.sandboxes.pool.pool import PoolStatus
 
 HISTORIES = 300
 LEASE_S = 60.0

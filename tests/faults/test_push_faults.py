@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
@@ -20,9 +20,6 @@ from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
 from headrace.policies.push.weights import read_snapshot
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)

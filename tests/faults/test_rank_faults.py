@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,9 +15,6 @@ from headrace.actors.runtime.operations import until_back
 from headrace.buffer.audit.verify import verify
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from support import rank_rig as rig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GUARD_S = 300
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -19,15 +20,9 @@ from headrace.policies.errors import EngineUnavailable
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.resuming import ATTEMPTS, FIRST_WAIT_S
 from headrace.policies.tokens.tokenizer import ChatTokenizer
+from headrace.serve.capture.rows import SessionReport
 from support import group_rig as kit
-from support.refusing_proxy import refusing_proxy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.serve.capture.rows import SessionReport
-    from support.refusing_proxy import RefusingProxy
+from support.refusing_proxy import RefusingProxy, refusing_proxy
 
 RESUME = "/continue_generation"
 TOKENS = 300

@@ -6,8 +6,11 @@ import asyncio
 import json
 import random
 import signal
+import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,19 +22,12 @@ from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.traces.store import SpanFolder
-from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.records import CommitRecord
 from headrace.buffer.versions import PolicyVersion
 from headrace.sandboxes.leftovers import sandboxes_left
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.core.records import CommitRecord
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 

@@ -10,19 +10,15 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import LauncherGone, SandboxError, SandboxGone
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from support import process_handles as processes
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +20,6 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.copies import newest_copy
 from headrace.buffer.versions import PolicyVersion
 from support.simulated_lives import CONFIG, SAVE_EVERY
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GUARD_S = 120
 STEPS = 14

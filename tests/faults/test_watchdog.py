@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 

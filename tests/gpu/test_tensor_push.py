@@ -7,9 +7,9 @@ in which SGLang is installed with all that it asks for.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -18,15 +18,11 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
+from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron import MegatronLearner
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.policies.learner import WeightsSnapshot
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 
 from headrace.sandboxes.local.provider import LocalProvider
-from support.cluster_rig import running_cluster
+from support.cluster_rig import Cluster, running_cluster
 from support.ray_hosts import redis_folder
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from support.cluster_rig import Cluster
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

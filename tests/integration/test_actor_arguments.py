@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import stat
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -11,9 +12,6 @@ import pytest
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,19 +8,15 @@ import asyncio
 import re
 import resource
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import ExecResult, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxFileError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import ExecResult, Sandbox
 
 pytestmark = pytest.mark.namespaces
 ROOT = Path(__file__).parents[2]

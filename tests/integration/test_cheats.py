@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from benches.cheating.cheat_bench import CheatBench, all_pairs
-from benches.cheating.cheats import CHEATS, KNOWN_OPEN
+from benches.cheating.cheats import CHEATS, KNOWN_OPEN, Cheat, OpenCheat
 from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
 
 from headrace.buffer.repositories import Command
 from headrace.sandboxes.local.provider import LocalProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from benches.cheating.cheats import Cheat, OpenCheat
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 DROPPED = next(cheat for cheat in CHEATS if cheat.name == "test dropped at collection")

@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
-from support.cluster_rig import CONTROL, QUICK, STATE, WORKERS, wait_until
+from support.cluster_rig import CONTROL, QUICK, STATE, WORKERS, Cluster, ClusterRun, wait_until
 from support.marks import NEEDS_HOSTS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from support.cluster_rig import Cluster, ClusterRun
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.actors.traces.store import SpanFolder
-from support.cluster_rig import QUICK, STATE, WORKERS, wait_until
+from support.cluster_rig import QUICK, STATE, WORKERS, Cluster, ClusterRun, wait_until
 from support.marks import NEEDS_HOSTS
-
-if TYPE_CHECKING:
-    from support.cluster_rig import Cluster, ClusterRun
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
@@ -17,14 +17,9 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
-from support.hosts import Network
+from support.hosts import Host, Network
 from support.marks import NEEDS_HOSTS
 from support.ray_hosts import RayHosts, redis_folder
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from support.hosts import Host
 
 pytestmark = [
     pytest.mark.timeout(600),

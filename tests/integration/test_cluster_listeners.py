@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from support.cluster_rig import CONTROL, ROOT, WORKERS, running_cluster
 from support.listeners import Listener
 from support.marks import NEEDS_HOSTS
 from support.ray_hosts import redis_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,16 +10,13 @@ import sqlite3
 import subprocess
 import time
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
-from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, wait_until
+from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, Cluster, ClusterRun, wait_until
 from support.marks import NEEDS_HOSTS
-
-if TYPE_CHECKING:
-    from support.cluster_rig import Cluster, ClusterRun
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import orjson
 import pytest
@@ -12,17 +14,10 @@ from headrace.actors.control.client import ControlClient
 from headrace.actors.control.keys import digest_of
 from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused, RunUnknown
 from headrace.actors.run.config import read_recipe
-from headrace.actors.runs.records import ActualState
-from support.cluster_rig import API_PORT, LIMITED, QUICK, ROOT, SHARED_ROLE
+from headrace.actors.runs.records import ActualState, RunRecord
+from support.cluster_rig import API_PORT, LIMITED, QUICK, ROOT, SHARED_ROLE, Cluster
 from support.marks import NEEDS_HOSTS
 from support.ray_hosts import HEAD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from headrace.actors.runs.records import RunRecord
-    from support.cluster_rig import Cluster
 
 pytestmark = [
     pytest.mark.slow,

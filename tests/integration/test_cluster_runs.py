@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
-from support.cluster_rig import CONTROL, LIMITED, QUICK, ROOT, WORKERS, wait_until
+from support.cluster_rig import CONTROL, LIMITED, QUICK, ROOT, WORKERS, Cluster, wait_until
 from support.marks import NEEDS_HOSTS
-
-if TYPE_CHECKING:
-    from support.cluster_rig import Cluster
 
 pytestmark = [
     pytest.mark.timeout(900),

@@ -3,16 +3,12 @@ clean."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from benches.cluster.faults import FaultKind
 from benches.cluster.soak import CPUS, ClusterSoak, ClusterSoakPlan
 
+from support.cluster_rig import Cluster
 from support.marks import NEEDS_HOSTS
-
-if TYPE_CHECKING:
-    from support.cluster_rig import Cluster
 
 pytestmark = [
     *NEEDS_HOSTS,

@@ -4,8 +4,10 @@ killed once, and its learner's node is lost once."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 import pytest
@@ -13,16 +15,10 @@ from benches.cluster.figures import LEAST_SUCCESS
 from benches.cluster.soak import deploy_api
 
 from headrace.actors.training.external_loop import TRAINER
-from support.cluster_rig import API_PORT, WORKERS, wait_until
+from support.cluster_rig import API_PORT, WORKERS, Cluster, ClusterRun, wait_until
 from support.external_trainer import trainer_of_the_docs
 from support.marks import NEEDS_HOSTS
 from support.ray_hosts import HEAD
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from support.cluster_rig import Cluster, ClusterRun
 
 pytestmark = [
     pytest.mark.slow,

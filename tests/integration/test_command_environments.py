@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
@@ -13,22 +13,16 @@ import pytest_asyncio
 from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.chat import ChatReply
 from headrace.actors.environments.command_actions import ECHO_WARNINGS, SUCCEEDED
-from headrace.actors.environments.environment import Action, PartKind
+from headrace.actors.environments.environment import Action, Environment, Episode, Observation, PartKind
 from headrace.actors.environments.shell import OutputForm, ShellConfig, ShellEnvironment
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.service import NO_SERVICES
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.actors.environments.environment import Environment, Episode, Observation
-    from headrace.sandboxes.base import Sandbox
-    from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]

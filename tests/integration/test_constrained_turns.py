@@ -4,9 +4,11 @@ with a real one that samples from random weights, so that only the grammar can m
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +23,6 @@ from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines
 from support.scripted_engine import Fault, check_exact
 from support.tiny_model import KEYS, random_tensors
 from support.wires import read_refusal
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

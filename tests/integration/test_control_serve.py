@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import socket
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -24,10 +26,6 @@ from headrace.actors.runtime.runtime import ActorProxy, Host
 from support.control_rig import malformed, write_keys
 from support.observer_rig import simulated_run
 from support.runs_without_services import RECIPE, RunsWithoutServices
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(300)]
 STREAMS = 30

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.buffer.types import BatchId, BatchLease
+from headrace.buffer.types import Batch, BatchId, BatchLease, CheckpointRef
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
 from headrace.policies.learners.ranks.rank import SoleRank
 from support.objective_cases import make_batch, make_row
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.types import Batch, CheckpointRef
 
 # Megatron's own call sites rely on the default group it warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")

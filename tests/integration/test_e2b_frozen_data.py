@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxSpec
 from headrace.sandboxes.e2b.frozen_data import copy_frozen
 from headrace.sandboxes.errors import FrozenPathRefused, SandboxFileError
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox
-    from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 LEFT_BYTES = 12 << 20

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from headrace.serve.capture.session import FINAL_TEXT, Budgets
 from headrace.serve.gateway.turns import FRUITLESS_PER_TURN
 from support.gateway_rig import CHAT, Client, Lines, World, soon, world
 from support.scripted_engine import Fault
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FORM = {"response_format": {"type": "json_object"}}
 

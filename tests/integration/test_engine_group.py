@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.actors.engine_group import push_spans
 from headrace.actors.engine_group.fleet import Fleet, attached_id
+from headrace.actors.engine_group.host import ServerPlan
 from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
@@ -31,13 +34,6 @@ from headrace.sandboxes.key_files import make_key, read_key
 from headrace.serve.observing import span_names as names
 from support import group_rig as kit
 from support.recorded_spans import attributes_of, parent_id, recorded_spans
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.actors.engine_group.host import ServerPlan
-
 
 HANGING_SERVER = """#!/bin/sh
 if [ "$2" = -c ]; then echo 0.5.23; exit; fi

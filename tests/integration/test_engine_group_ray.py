@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,19 +15,14 @@ import pytest
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.runtime import RayRuntime, node_address
 from headrace.policies.push.contract import PushConfig
 from support import group_rig as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-    from pathlib import Path
-
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.actors.places.gateway import GatewayActor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -14,10 +15,6 @@ import pytest
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.policies.sglang.server import free_port
 from support import group_rig as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed (of the dev extra)"

@@ -7,7 +7,9 @@ import asyncio
 import gc
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,9 +22,6 @@ from headrace.policies.errors import GroupFailed, RequestInvalid
 from headrace.policies.push.process_group import host_store, join_store
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
     from torch.distributed import TCPStore
 
 ROUNDS = 4

@@ -8,18 +8,15 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import psutil
 import pytest
 
 from headrace.sandboxes.key_files import make_key, read_key
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 COMMAND = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "engine", "serve")
 

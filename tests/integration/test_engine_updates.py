@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.process_group import (
+    WeightGroup,
     destroy_group,
     finish_broadcast,
     form_group,
@@ -23,12 +26,6 @@ from headrace.policies.push.process_group import (
     start_broadcast,
 )
 from headrace.policies.push.weights import checksum, read_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
-
-    from headrace.policies.push.process_group import WeightGroup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NORM = "model.norm.weight"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -22,10 +23,6 @@ from headrace.buffer.types import Cause
 from headrace.policies.miniatures.repairs import REPOSITORY, Repair, repairs
 from headrace.sandboxes.base import SandboxSpec
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
 REPAIR = repairs(Split.TRAIN)[7]

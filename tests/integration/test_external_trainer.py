@@ -9,9 +9,10 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import uvicorn
@@ -27,6 +28,7 @@ from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.types import RolloutOrder
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig
@@ -36,11 +38,6 @@ from support import replay_cases as cases
 from support.control_rig import ControlRig
 from support.external_trainer import trainer_of_the_docs
 from support.runs_without_services import RECIPE
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from headrace.buffer.types import RolloutOrder
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

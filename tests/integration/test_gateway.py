@@ -38,7 +38,7 @@ import errno
 import socket
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -64,9 +64,6 @@ from support.gateway_rig import (
     world,
 )
 from support.scripted_engine import Ask, Fault, check_exact
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LS = Lines("ls")
 

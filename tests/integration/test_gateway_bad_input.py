@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Wire, world
 from support.wires import read_refusal
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 PNG = "iVBORw0KGgo="
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -16,9 +16,6 @@ from headrace.serve.gateway.turns import MAX_RUNNING_TURNS
 from support.gateway_rig import ANTHROPIC, CHAT, GUARD_S, WIRES, Client, Reply, Wire, World, until, world
 from support.raw_http import RawConnection, head_of, raw_connection
 from support.wires import read_refusal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 MOST = 2**16

@@ -8,7 +8,7 @@ import json
 import select
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -38,9 +38,6 @@ from support.gateway_rig import (
 from support.raw_http import head_of, raw_connection
 from support.scripted_engine import check_exact
 from support.wires import read_refusal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -20,9 +20,6 @@ from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ADMIN = "an admin token of enough letters"
 TEMPERATURE = 0.7

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,10 +35,6 @@ from support.gateway_rig import (
 )
 from support.scripted_engine import Fault, check_exact
 from support.session_rig import ByteChat
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
 PATIENT = {"ping_s": 60.0}
 RETRIED = {"x-stainless-retry-count": "1"}

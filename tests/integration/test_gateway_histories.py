@@ -6,20 +6,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, TrainedPart
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
 from support.scripted_engine import Ask, Fault, Parts, check_exact
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.serve.capture.rows import SessionReport
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 TOOLS = ("bash", "edit", "agent")

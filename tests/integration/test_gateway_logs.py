@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.policies.tokens.tokenizer import ChatTokenizer
@@ -13,9 +14,6 @@ from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.tracing import trace_id_for
 from headrace.serve.rendering.template_renderer import TemplateRenderer
 from support.gateway_rig import world
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RUN = "a" * 32
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -15,10 +17,6 @@ from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from support.gateway_rig import GUARD_S, Engine, Lines, World, world
 from support.scripted_engine import check_exact
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 SAID = "words of some length"
 

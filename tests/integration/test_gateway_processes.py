@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import psutil
@@ -19,9 +20,6 @@ from headrace.serve.gateway.placement import most_processes, place_of
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Client, Engine, Lines, Wire, serving
 from support.process_handles import all_dead, opened
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.skipif(most_processes() < 2, reason="needs two cores")
 NAMES = [next(f"s{number}" for number in range(100) if place_of(f"s{number}", 2) == place) for place in (0, 1)]

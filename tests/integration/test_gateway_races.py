@@ -6,23 +6,20 @@ import asyncio
 import json
 import re
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.capture.session import Budgets
+from headrace.serve.conversation import Message, ToolSpec
 from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.turns import MAX_FAILURES
+from headrace.serve.rendering.render import Renderer, TokenIds
 from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
 from support.scripted_engine import Fault, check_exact
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from headrace.policies.tokens.chat_template import Ending
-    from headrace.serve.conversation import Message, ToolSpec
-    from headrace.serve.rendering.render import Renderer, TokenIds
 
 SIDE = {"model_policy": (("*haiku*", ModelUse.SERVE),)}
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)

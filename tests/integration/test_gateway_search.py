@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
+from headrace.policies.tokens.chat_template import Ending
+from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets
+from headrace.serve.conversation import Message, ToolSpec
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
+from headrace.serve.rendering.render import Renderer, TokenIds
 from support.chat_templates import QWEN25
 from support.gateway_rig import (
     ADMIN,
@@ -23,24 +30,13 @@ from support.gateway_rig import (
     Engine,
     Lines,
     Wire,
+    World,
     renderer_of,
     soon,
     table_of,
 )
 from support.gateway_rig import world as any_world
 from support.scripted_engine import ScriptedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from pathlib import Path
-
-    from aiohttp import web
-
-    from headrace.policies.tokens.chat_template import Ending
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.conversation import Message, ToolSpec
-    from headrace.serve.rendering.render import Renderer, TokenIds
-    from support.gateway_rig import World
 
 SEARCH, ANSWER = "I look. <search>moss</search>", "So: <answer>green</answer>"
 FOUND = "\n\n<information>Moss is green.</information>\n\n"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -30,12 +30,7 @@ from support.gateway_rig import (
     serving,
     world,
 )
-from support.scripted_engine import check_exact
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.scripted_engine import Ask
+from support.scripted_engine import Ask, check_exact
 
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 PLENTY = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)

@@ -9,8 +9,9 @@ import signal
 import socket
 import stat
 import sys
+from asyncio.subprocess import Process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
@@ -19,9 +20,6 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.sandboxes.key_files import make_key
 from support.gateway_rig import GUARD_S, Engine, Lines, serving
 from support.group_rig import TINY
-
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 START_S = 60.0

@@ -4,18 +4,15 @@ served, and those of the row."""
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.serve.capture.session import FINAL_TEXT, Budgets
 from support.gateway_rig import CHAT, Client, Lines, call_text, world
+from support.scripted_engine import Sampled
 from support.wires import read_events
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from support.scripted_engine import Sampled
 
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 ASKED = {"logprobs": True, "return_token_ids": True}

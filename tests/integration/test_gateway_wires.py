@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from headrace.serve.parsing.parser_choice import BATCH_TURNS
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Wire, World, call_text, soon, world
 from support.scripted_engine import Fault, check_exact
 from support.wires import read_events
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GUARD_S = 110
 

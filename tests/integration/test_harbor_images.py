@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,16 +10,12 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.held_out.harbor_images import build_images
 from headrace.buffer.datasets.harbor import HarborSettings, built_image, gold_script, task_folders, task_of
 from headrace.buffer.datasets.rows import RowRefused
+from headrace.buffer.tasks import Task
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from support.clean_sandboxes import CleanSandboxes
 from support.harbor_tasks import BASE, built_tasks
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.tasks import Task
 
 pytestmark = pytest.mark.namespaces
 SETTINGS = HarborSettings(images={BASE: "host"}, built=True, allow_root=True)

@@ -6,17 +6,15 @@ import asyncio
 import gc
 import json
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.serve.capture.session import Budgets
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Wire, world
 from support.scripted_engine import check_exact
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 USER = {"role": "user", "content": "go"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}

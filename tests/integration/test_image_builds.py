@@ -8,8 +8,10 @@ import socket
 import stat
 import tarfile
 import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -24,10 +26,6 @@ from headrace.sandboxes.images.dockerfile import parse
 from headrace.sandboxes.images.layers import UnpackLimits
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from support.image_kit import base_entries, entry, file, folder, hard_link, link, tar
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.namespaces
 LIMITS = UnpackLimits(64 << 20)

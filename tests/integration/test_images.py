@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,6 @@ from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageStore
 from headrace.sandboxes.kernel import syscalls
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away and makes whiteouts")
 

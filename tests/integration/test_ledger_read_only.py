@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +16,6 @@ from headrace.actors.run.launch import sole_driver
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v2"
 

@@ -6,17 +6,15 @@ import re
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from support import run_rig as rig
 from support.listeners import Listener, address_of, credential_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason, 
 from headrace.actors.chat import ChatClient, ChatMessage, ChatTool
 from headrace.actors.environments.environment import (
     Action,
+    Clock,
     EpisodeEnd,
     Observation,
     ObservationPart,
@@ -28,27 +30,21 @@ from headrace.actors.loop.agent import NOT_RUN, LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
-from headrace.actors.services.service import NO_SERVICES, ServiceDown
+from headrace.actors.services.service import NO_SERVICES, ServiceDown, Services
 from headrace.actors.services.started import resolved, running_services, stop_services
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.datasets.facts import Fact, write_corpus
 from headrace.buffer.sanitizer import plain_scores
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.token_kinds import TokenKind
+from headrace.sandboxes.base import Sandbox
+from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.gateway_rig import Lines, World, world
 from support.scripted_engine import Fault, check_exact
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from headrace.actors.environments.environment import Clock
-    from headrace.actors.services.service import Services
-    from headrace.sandboxes.base import Sandbox
-    from headrace.serve.capture.rows import SessionReport
 
 FACT = Fact("otter", "color")
 SEARCH = LoopConfig.model_validate({"parser": "search", "inline": True, "max_turns": 4, "malformed": "\nAgain.\n"})

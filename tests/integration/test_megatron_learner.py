@@ -11,10 +11,10 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from headrace.buffer.types import (
     BatchId,
     BatchItem,
     BatchLease,
+    CheckpointRef,
     GroupId,
     RolloutId,
     Row,
@@ -48,11 +49,6 @@ from headrace.policies.learners.megatron import MegatronLearner
 from headrace.policies.models.model_files import weight_files
 from support.full_disks import files_of_at_most
 from support.tiny_model import QWEN2
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from headrace.buffer.types import CheckpointRef
 
 # Megatron's own call sites rely on the default group it warns about.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")

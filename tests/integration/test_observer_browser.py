@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -22,10 +23,6 @@ from support import browser_rig
 from support.browser_rig import ALL_SCREENS, SCREENS, Screen, browser
 from support.observer_rig import HOSTILE, hostile_run, simulated_run, write_configuration
 from support.run_rig import RECIPE, start_driver
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Iterator
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,15 +8,16 @@ import pickle
 import runpy
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.agent_kinds.config import AgentSection
 from headrace.actors.agent_kinds.registry import make_agent
-from headrace.actors.chat import ChatReply
+from headrace.actors.chat import ChatMessage, ChatReply
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
@@ -31,11 +32,6 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support import run_rig as rig
 from support.clean_sandboxes import CleanSandboxes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.chat import ChatMessage
 
 pytestmark = pytest.mark.namespaces
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.chat import ChatCall, ChatOptions, ChatReply
+from headrace.actors.chat import ChatCall, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.environments.retail.environment import RetailConfig, RetailEnvironment, load_shop
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.rule_user import STOP
+from headrace.actors.services.service import Services
 from headrace.actors.services.user_simulators import lognormal_delays
 from headrace.actors.simulation.virtual_time import run_virtual
 from support.retail_shop import CANCEL, OneModel, retail_task, secret_of, write_shop
 from support.scripted_service import ScriptedService, completion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.chat import ChatMessage
-    from headrace.actors.services.service import Services
 
 SESSIONS, LINES = 64, 6
 MEAN_S, SIGMA = 1.0, 0.5

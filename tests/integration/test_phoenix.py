@@ -10,9 +10,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,6 @@ from headrace.buffer.types import Cause, Outcome
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import context_from, describe, start_rollout_span, traceparent_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PROGRAM = next(
     (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace").glob("phoenix-*/bin/phoenix"), None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from benches.push.plain_broadcast import open_pair
 
 from headrace.policies.push.tensors import read_specs
 from headrace.policies.push.weights import read_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BUCKET_BYTES = 100_000
 

@@ -7,9 +7,10 @@ import re
 import shutil
 import sqlite3
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import yaml
@@ -23,9 +24,6 @@ from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.verify import verify
 from support.loopback import on_loopback
 from support.run_rig import run_simulated
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -13,11 +14,12 @@ from benches.push.testbed import PoolGate, pool_over
 from safetensors.torch import save_file
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
+from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen import Qwen, read_weights
 from headrace.policies.models.qwen_config import QwenConfig
+from headrace.policies.push.contract import Gate
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
@@ -26,13 +28,6 @@ from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
 from support.push_rig import snapshot
 from support.tiny_model import QWEN2
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from headrace.policies.engine import EngineId
-    from headrace.policies.push.contract import Gate
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 6, 7]

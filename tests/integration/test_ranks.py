@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from headrace.actors.training.megatron_ranks import MegatronRanks
+from headrace.actors.training.megatron_ranks import MegatronRankActor, MegatronRanks
+from headrace.buffer.types import Batch, CheckpointRef, StepReport
 from headrace.policies.errors import DeviceMissing, ModelInvalid, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig
@@ -23,12 +25,7 @@ from support.rank_comparisons import batch_of, distance, metrics_of
 from support.rank_rig import IdleGroup, rank_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
-
-    from headrace.actors.training.megatron_ranks import MegatronRankActor
-    from headrace.buffer.types import Batch, CheckpointRef, StepReport
 
 GUARD_S = 200
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.actors.engine_group.fleet import attached_id
 from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks import Task, write_tasks
 from support import image_kit as kit
 from support import run_rig as rig
 from support.group_rig import TINY, servers
 from support.refusing_proxy import refusing_proxy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.buffer.tasks import Task
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +34,6 @@ from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.serve.e2b.server import E2bServer
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.namespaces

@@ -9,7 +9,7 @@ from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -18,6 +18,7 @@ from rich.console import Console
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
@@ -28,9 +29,6 @@ from headrace.policies.miniatures.building import write
 from headrace.policies.miniatures.fitting import FitConfig
 from support import run_rig as rig
 from support.scripted_service import ScriptedService, completion
-
-if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RECIPES = {path.stem: path for path in sorted((SCRIPTS / "recipes").glob("*.toml"))}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import psutil
@@ -21,10 +23,6 @@ from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken
 from headrace.serve.rendering.processes import SPARE_BYTES, RenderProcesses, _Process
 from headrace.serve.rendering.work import RendererCall, RenderWork
 from support.gateway_rig import renderer_of, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 ENDLESS_S = 1e6
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,7 @@ from support.gateway_rig import world
 from support.replays.checker import violations
 from support.replays.player import MARKER, Script, play
 from support.replays.sessions import STYLES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from support.scripted_engine import Sampled
+from support.scripted_engine import Sampled
 
 ALL = ["main", "side", "abandoned"]
 FEW, MANY = 3, 40

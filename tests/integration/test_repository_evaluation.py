@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.actors.evaluation.history import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"

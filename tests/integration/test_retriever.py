@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import psutil
@@ -36,9 +37,6 @@ from headrace.actors.services.started import (
 )
 from headrace.sandboxes.key_files import make_key, read_key
 from support.corpora import write_corpus
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "search-r1" / "example_corpus.jsonl"
 HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")

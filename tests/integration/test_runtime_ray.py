@@ -11,7 +11,8 @@ import subprocess
 import sys
 import types
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -21,9 +22,6 @@ from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import BeginsUnasked, RayRuntime, _unless_forgotten
 from headrace.serve.observing.retention import RetentionConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -7,20 +7,15 @@ import asyncio
 import os
 import shutil
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, NamespacesUnavailable, OutOfDisk
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 

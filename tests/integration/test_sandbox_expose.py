@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import HostPort, SandboxSpec
+from headrace.sandboxes.base import HostPort, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxGone, SpecRefused
 from headrace.sandboxes.local.exposed import MAX_CONNECTIONS, is_below
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import Sandbox
 
 PREFIX = "/s/session-1"
 PORT = 8080

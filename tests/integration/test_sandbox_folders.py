@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from headrace.sandboxes.base import Feature, FrozenMount, HostFolder, SandboxSpec
+from headrace.sandboxes.base import Feature, FrozenMount, HostFolder, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, SpecRefused, Unsupported
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 TARGET = "/opt/tools/one"

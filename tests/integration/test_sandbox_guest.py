@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes.base import Guest, SandboxSpec, TerminalSize
+from headrace.sandboxes.base import ExecResult, Guest, Sandbox, SandboxSpec, TerminalSize
 from headrace.sandboxes.errors import ExecTimeout, ImageRefused, SpecRefused, Unsupported
 from headrace.sandboxes.launcher.sudo_options import SudoRefused, parse_sudo
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import ExecResult, Sandbox
 
 pytestmark = pytest.mark.namespaces
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import tarfile
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, ImageRef, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import (
     ImagePending,
     ImageRefused,
@@ -21,12 +23,6 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 

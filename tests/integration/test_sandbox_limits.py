@@ -6,23 +6,18 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
 from headrace.sandboxes.kernel import cgroups, host_limits
 from headrace.sandboxes.kernel.cgroup_placement import LEAF
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
 

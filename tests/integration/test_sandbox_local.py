@@ -11,16 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from benches import sandbox_costs as measure
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import FrozenMount, Network, SandboxSpec
+from headrace.sandboxes.base import ExecResult, FrozenMount, Network, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ExecTimeout,
@@ -34,11 +35,6 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from support import image_kit as kit
 from support import process_handles as processes
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, SandboxRef
 
 pytestmark = pytest.mark.namespaces
 

@@ -11,22 +11,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from benches import sandbox_peers as peers
 
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageRefused, NamespacesUnavailable, SpecRefused
 from headrace.sandboxes.oci import runtime as oci_runtime
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from headrace.sandboxes.base import Sandbox
 
 pytestmark = [
     pytest.mark.namespaces,

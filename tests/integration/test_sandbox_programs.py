@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -12,14 +14,9 @@ import pytest_asyncio
 from headrace.sandboxes.base import ExecResult, ProgramRunner, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
 from headrace.sandboxes.launcher.commands import PRELOADED
+from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.sandbox import LocalSandbox
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.sandboxes.local.provider import LocalProvider
-    from headrace.sandboxes.local.sandbox import LocalSandbox
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 

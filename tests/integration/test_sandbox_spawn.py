@@ -7,12 +7,12 @@ import gc
 import hashlib
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes.base import SandboxSpec, Stream, TerminalSize
+from headrace.sandboxes.base import Process, Sandbox, SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.errors import (
     ExecResultLost,
     ExecTimeout,
@@ -22,11 +22,6 @@ from headrace.sandboxes.errors import (
 )
 from headrace.sandboxes.local import process
 from headrace.sandboxes.local.provider import LocalProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import Process, Sandbox
 
 pytestmark = pytest.mark.namespaces
 

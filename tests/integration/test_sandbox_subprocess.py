@@ -6,12 +6,13 @@ import asyncio
 import pickle
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
@@ -23,12 +24,6 @@ from headrace.sandboxes.errors import (
 )
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.unprotected.provider import WARNING, SubprocessProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.sandboxes.base import Sandbox
 
 
 @pytest.fixture

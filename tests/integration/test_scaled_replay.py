@@ -4,7 +4,8 @@ The long forms are in `test_benches`."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from benches.load import TURNS, load_plan, run_load
@@ -18,9 +19,6 @@ from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.plan_service import prepare_plan, scaled
 from headrace.buffer.tasks import load_tasks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MINUTE_S = 0.1
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.task_parts import JudgeSpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
-from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
+from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.gateway.config import GatewayConfig
@@ -31,12 +33,6 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 from support import agent_rig as rigs
 from support.scripted_service import ScriptedService, completion, silent
 from support.scripted_service import json as answer_with
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from headrace.buffer.types import RolloutResult
 
 pytestmark = pytest.mark.namespaces
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +11,6 @@ from headrace.actors.record.run_directory import read_configuration
 from headrace.buffer.audit.verify import verify
 from headrace.policies.learners.checkpoints import list_checkpoints, read_manifest
 from support.run_rig import run_simulated
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 QUICK = (
     "agent.simulated.durations.mean_s=0.6",

@@ -7,7 +7,8 @@ import stat
 import time
 from collections import defaultdict
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,9 +29,6 @@ from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.serve.observing.tracing import trace_id_for
 from support import run_rig as rig
 from support.environments import read_environments
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 

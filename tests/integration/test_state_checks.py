@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +17,11 @@ from headrace.actors.evaluation.history import task_files
 from headrace.buffer.task_parts import BinaryFile
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.launcher.commands import PRELOADED
+from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes
 from support.repositories import PYTEST, install_pytest
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
-
-    from headrace.sandboxes.base import Sandbox
-    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 VENV = "/opt/venv"

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks import Task, write_tasks
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.tasks import Task
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
 

@@ -13,20 +13,15 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from headrace.buffer.repositories import Command, RepositorySpec, Script, TestIds
+from headrace.buffer.repositories import Command, Grader, RepositorySpec, Script, TestIds
 from headrace.buffer.task_parts import BinaryFile
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, FILES, HIDDEN_TESTS, IDS, REPO, RIGHT, SPEC, repository_task, verdict_on
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.repositories import Grader
-    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"

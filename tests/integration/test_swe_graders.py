@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.buffer.repositories import Command, Script, Swepro
+from headrace.buffer.tasks import Task
 from headrace.buffer.types import Cause
+from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, HIDDEN_TESTS, RIGHT, SPEC, WRONG, repository_task, verdict_on
-
-if TYPE_CHECKING:
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -22,9 +22,6 @@ from headrace.buffer.tasks import (
     write_tasks,
 )
 from headrace.buffer.verifiers import VerifierForm, VerifierSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PATH = "/workspace/answer"
 IS_TWO = f"import sys; sys.exit(open({PATH!r}).read().strip() != '2')"

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 
 from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.chat import PLAIN, ChatOptions, ChatReply
-from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
-from headrace.buffer.datasets.terminal import Kind, Split, problems
+from headrace.actors.chat import PLAIN, ChatMessage, ChatOptions, ChatReply
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.buffer.datasets.terminal import Kind, Problem, Split, problems
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.chat import ChatMessage
-    from headrace.actors.evaluation.evaluation import Verdict
-    from headrace.buffer.datasets.terminal import Problem
 
 pytestmark = pytest.mark.namespaces
 PROBLEMS = problems(1, len(Kind), Split.HELD_OUT)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.actors.record.metrics import read_metrics
-from headrace.buffer.audit.evidence import read_evidence, read_trajectories
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.buffer.audit.evidence import Evidence, read_evidence, read_trajectories
+from headrace.buffer.types import Row, Trajectory
 from headrace.policies.learners.checkpoint_retention import kept_checkpoints, version_of
 from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.types import Row, Trajectory
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,13 +13,9 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.tuning.candidates import Space
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.recorded_run import read_run
+from headrace.actors.tuning.result import TuningResult
 from headrace.buffer.audit.evidence import read_evidence
 from support import run_rig as rig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.tuning.result import TuningResult
 
 LATENCY_BOUND = (
     "agent.simulated.turns=2",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -21,14 +22,9 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.buffer.verifiers import VerifierForm, VerifierSpec
 from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes
 from support.repositories import PYTEST, install_pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 ANSWER = "/workspace/answer"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,17 +24,12 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.parsing.base import ParsedCall
+from headrace.serve.parsing.base import OutputParser, ParsedCall
 from headrace.serve.parsing.grammars import Reasons, grammar_of
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.parser_choice import PlainParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 from support.chat_templates import QWEN3
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.serve.parsing.base import OutputParser
 
 VALUES: list[dict[str, Any]] = [
     {"enum": ["ls", 'a "b" <c>', ""]},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -19,12 +19,10 @@ from headrace.serve.conversation import (
     TurnAnswer,
     TurnEnd,
 )
+from headrace.serve.dialects.dialect import Dialect, WireRequest
 from headrace.serve.errors import BadRequest
 from support import wires
 from support.spoiled_bodies import WIRES, mutants
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import Dialect, WireRequest
 
 BODIES = st.sampled_from(WIRES).flatmap(
     lambda wire: st.tuples(st.just(wire[0]), mutants(wire[1]) | st.binary(max_size=60))

@@ -10,9 +10,10 @@ import http.client
 import json
 import socket
 import threading
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,16 +21,23 @@ from hypothesis import strategies as st
 
 from headrace.serve.capture.session import Budgets, SessionId
 from support.chat_templates import QWEN3
-from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, RESPONSES, Client, World, address_of, call_text, world
-from support.scripted_engine import segments
+from support.gateway_rig import (
+    ADMIN,
+    ANTHROPIC,
+    CHAT,
+    GUARD_S,
+    RESPONSES,
+    Client,
+    Engine,
+    Wire,
+    World,
+    address_of,
+    call_text,
+    world,
+)
+from support.scripted_engine import Ask, Sampled, segments
 from support.spoiled_bodies import NASTY, WIRES, mutants
 from support.wires import read_refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
-
-    from support.gateway_rig import Engine, Wire
-    from support.scripted_engine import Ask, Sampled
 
 T = TypeVar("T")
 CHECK_EVERY = 25

@@ -4,6 +4,7 @@ the model's logits, and by listing all outputs of the grammar."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,8 +22,6 @@ from headrace.policies.models.qwen import read_weights
 from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 END_ID = 257

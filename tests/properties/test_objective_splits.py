@@ -4,7 +4,8 @@ The model is a bigram table: the logits at a position are the table's row of the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -14,17 +15,13 @@ from hypothesis import strategies as st
 
 from headrace.buffer.packing import distribute, pack
 from headrace.buffer.token_kinds import TokenKind
+from headrace.buffer.types import Batch, Row
 from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss
 from headrace.policies.learners.objectives.observation import observation_loss
 from headrace.policies.learners.objectives.token_sums import TokenSums
 from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.types import Batch, Row
 
 VOCABULARY = 11
 WHOLE = 10_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from headrace.actors.errors import ConfigError, QuotaExceeded
 from headrace.actors.runs.quotas import Quota, Quotas, load_quotas, next_to_start, refuse_oversized
 from headrace.actors.runs.records import ActualState, Demands, RunId, RunRecord
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OWNERS = ("alice", "bob")
 LIMITS = st.one_of(st.none(), st.integers(0, 8))

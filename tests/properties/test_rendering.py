@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN25, Family, as_dicts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.serve.rendering.render import Renderer
 
 PIECES = (
     "calc.py", " ", "\n", "\r\n", "\t", "\n\n\n", "\0", "e\u0301", "\u1100\u1161", "\u212b", "\ufb01", "\ufeff",

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +20,10 @@ from headrace.serve.capture.rows import Masked, SessionReport, report_of
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, ToolSpec, TurnAnswer, say
 from headrace.serve.gateway import codec
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
 from support.session_rig import END, ByteChat, Rig, asks, results, user
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.serve.rendering.render import Renderer
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,14 +15,10 @@ from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.conversation import Role, say
 from headrace.serve.gateway import codec
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.chat_templates import QWEN3, QWEN25, STRICT
 from support.session_rig import Rig, asks, user
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.serve.rendering.render import Renderer
 
 STOP = "</search>"
 WORDS = st.text(alphabet="ab \n<>/.éß漢", max_size=12)

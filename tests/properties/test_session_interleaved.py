@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -15,17 +15,24 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Delivered, Status
 from headrace.serve.capture.rows import IN_ROWS, Masked, report_of, verdicts_of
-from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Purpose, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec, TurnPlan
+from headrace.serve.conversation import (
+    Message,
+    Purpose,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolSpec,
+    TurnAnswer,
+    TurnRequest,
+    say,
+)
 from headrace.serve.exports.atif import AtifWriter
 from headrace.serve.exports.prompt_messages import MessageShape
 from headrace.serve.exports.rollout_details import rollout_details
 from headrace.serve.gateway import codec
 from support.session_rig import ByteChat, Rig, asks, call, results, user
-
-if TYPE_CHECKING:
-    from headrace.serve.capture.session import TurnPlan
-    from headrace.serve.conversation import TurnRequest
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))

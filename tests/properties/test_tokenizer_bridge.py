@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 
 from headrace.policies.models.tiny import PIECES
 from headrace.policies.tokens.added_tokens import pattern_of
+from headrace.policies.tokens.pieces import PieceEncoder
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
-
-if TYPE_CHECKING:
-    from headrace.policies.tokens.pieces import PieceEncoder
-    from headrace.serve.rendering.render import Renderer
 
 TOKENIZER = ChatTokenizer(Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny")
 BRIDGING = ("qwen3", "qwen3-thinking", "qwen2.5", "llama3.1", "glm4", "deepseek-v3", "strict")

@@ -6,19 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from headrace.buffer.types import Batch
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss
 from support.objective_cases import logprobs_of, make_batch, make_row, objective_of
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUTS = {name: os.environ.get(name, "") for name in ("SLIME_DIR", "MEGATRON_DIR")}

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,9 +15,6 @@ from headrace.actors.runtime.operations import until_back
 from headrace.buffer.audit.verify import verify
 from support import slime_rig as rig
 from support.rank_rig import run_on, stepped
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(1800), pytest.mark.usefixtures("slime_ray")]
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.buffer.audit.verify import verify
 from headrace.policies.errors import CheckpointMismatch, LearnerSettingsInvalid, RowUnusable
 from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints, read_manifest
 from headrace.policies.models.qwen_config import check_computable
 from support import slime_rig as rig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900), pytest.mark.usefixtures("slime_ray")]
 

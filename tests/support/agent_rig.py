@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import AgentSession
+from headrace.actors.agents.agent import AgentReport, AgentSession
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
 from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installation import AgentMissing, installed_folder
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.chat import NoChat
-from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.evaluation.verdict import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
+from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.sandboxes.pool.boot import Lease
+from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.client import GatewayClient, OpenedSession
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from support import chat_templates
 from support import scripted_engine as scripted
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-
-    from headrace.actors.agents.agent import AgentReport
-    from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
-    from headrace.actors.evaluation.verdict import EvaluationRequest
-    from headrace.buffer.types import RolloutResult
-    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.boot import LeaseRequest
-    from headrace.serve.gateway.client import OpenedSession
 
 ADMIN = "an admin token of enough letters"
 STOP = "<|im_end|>"

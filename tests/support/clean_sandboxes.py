@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headrace.actors.held_out.task_check import ProviderSandboxes
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox, SandboxId
-    from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.base import Sandbox, SandboxId
+from headrace.sandboxes.local.provider import LocalProvider
 
 
 class CleanSandboxes(ProviderSandboxes):

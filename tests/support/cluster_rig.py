@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from headrace.actors.record.metrics import last_metric
 from headrace.actors.record.run_directory import RunDirectory
-from support.hosts import DISK, Network
+from support.hosts import DISK, Host, Network
 from support.ray_hosts import RayHosts
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Iterator
-
-    from support.hosts import Host
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 STATE: Final = DISK / "state"

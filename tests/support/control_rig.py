@@ -6,22 +6,19 @@ import copy
 import hashlib
 import json
 import os
+import random
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 
 from headrace.actors.control.app import make_app
 from headrace.actors.control.keys import KeyFile
+from headrace.actors.runs.quotas import Quotas
 from support.runs_without_services import RECIPE, FoundRuns, RunsWithoutServices
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.actors.runs.quotas import Quotas
 
 KEYS = {
     "alice-read": "read alice",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from headrace.buffer.datasets.rows import Refusal, RowRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.buffer.datasets.rows import Item
-    from headrace.buffer.tasks import Task
+from headrace.buffer.datasets.rows import Item, Refusal, RowRefused
+from headrace.buffer.tasks import Task
 
 
 def split(items: Iterable[Item]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 WORDS = ("river", "bridge", "market", "harbour", "tower", "museum", "forest", "castle", "station", "garden")
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.installation import environment_python
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 from headrace.policies.sglang.versions import DEFAULT_VERSION, DIALECTS, Dialect, dialect_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.processes.server_process import ServerProcess
 
 SGLANG_VERSION = os.environ.get("HEADRACE_SGLANG_VERSION", DEFAULT_VERSION)
 CONTEXT = 1024

@@ -8,16 +8,13 @@ import os
 import random
 import socket
 import sys
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.buffer.primitives.durable_files import write_private
 from support.gateway_rig import ADMIN
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
 
 START_S = 60.0
 

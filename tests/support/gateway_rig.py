@@ -10,13 +10,16 @@ import io
 import json
 import socket
 import struct
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
+from opentelemetry.trace import Tracer
 
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.rows import SessionReport
@@ -25,18 +28,11 @@ from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
 from support.loopback import on_loopback
 from support.scripted_engine import Ask, Fault, ScriptedEngine
 from support.wires import fold_anthropic, fold_chat, fold_responses
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from opentelemetry.trace import Tracer
-
-    from headrace.serve.rendering.render import Renderer
 
 ADMIN = "an-admin-token-of-enough-letters"
 R1 = SessionId("rollout-1")

@@ -6,15 +6,17 @@ import asyncio
 import itertools
 import json
 import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
+from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.buffer.versions import PolicyVersion
@@ -22,18 +24,13 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.machine import Phase, Step
+from headrace.policies.sglang.client import SGLangEngine
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from headrace.actors.engine_group.members_file import EngineStatus
-    from headrace.policies.push.machine import Phase, Step
-    from headrace.policies.sglang.client import SGLangEngine
 
 TINY = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 GUARD_S = 60.0

@@ -21,14 +21,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, Final
 
 from headrace.buffer.primitives.file_lock import FileLock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 START_S: Final = 20.0
 DISK: Final = Path("/tmp/disk")

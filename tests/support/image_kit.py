@@ -12,14 +12,12 @@ import platform
 import re
 import subprocess
 import tarfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import zstandard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 MAPS_MEMORY = tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 3)
 """True if this kernel shows files of a tmpfs with other ids (docs/sandboxes.md, Kernels)."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headrace.actors.loop.judge import StepToJudge
+from headrace.actors.loop.judge import StepToJudge
 
 
 def likes_even_turns(step: StepToJudge, vote: int) -> str:

@@ -24,7 +24,8 @@ import threading
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import Any, Final
 
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
@@ -33,6 +34,7 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.types import RolloutOrder, RolloutResult
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners import megatron_trainer
 from headrace.policies.learners.config import LearnerConfig, row_limits
@@ -40,11 +42,6 @@ from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.tiny_model import write_tiny_model
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from headrace.buffer.types import RolloutOrder, RolloutResult
 
 SAVE_EVERY: Final = 2
 AHEAD: Final = 4

@@ -9,18 +9,14 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from headrace.policies.cpu_engine.program import CpuEngineConfig, build
 from headrace.policies.processes.parent_death import die_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from aiohttp.typedefs import Middleware
 
 
 def late(delay_s: float) -> Middleware:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.errors import first_cause
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import load_task_sets
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
@@ -14,14 +16,8 @@ from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import plan_config
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.mix.names import source_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.actors.run.config import RunConfig
-    from headrace.buffer.audit.evidence import Evidence
 
 CHECK_S = 100.0
 PLAN = SimulationPlan(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +21,11 @@ from headrace.buffer.types import (
 )
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.logprob_head import trained_logprobs
+from headrace.policies.learners.micro_batches import MicroBatch
+from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import Objective
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.policies.learners.micro_batches import MicroBatch
-    from headrace.policies.learners.objectives.config import ObjectiveConfig
 
 VERSION = PolicyVersion(1, 0)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from tokenizers import Tokenizer
 
@@ -17,16 +19,9 @@ from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import Cause, Outcome, Row, Trajectory, VersionSpan
+from headrace.buffer.types import Cause, Outcome, RolloutOrder, Row, Trajectory, VersionSpan
+from headrace.buffer.versions import PolicyVersion
 from support import replay_cases as cases
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from aiohttp import web
-
-    from headrace.buffer.types import RolloutOrder
-    from headrace.buffer.versions import PolicyVersion
 
 MODEL: Final = Path(__file__).parents[2] / "scripts" / "models" / "tiny"
 TOKEN: Final = "a token of the page that nobody guesses"

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import EngineId, GenerateRequest, RequestId
+from headrace.policies.engine import Completion, EngineId, GenerateRequest, RequestId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.model_files import weight_files
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import Gate, PushConfig, PushReport
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.sender import SenderConfig, Senders
+from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.sender import SenderConfig, SenderProcess, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from pathlib import Path
-
-    from headrace.policies.engine import Completion
-    from headrace.policies.push.contract import Gate, PushReport
-    from headrace.policies.push.machine import Phase, Step
-    from headrace.policies.push.sender import SenderProcess
 
 VOCABULARY = 258
 NAMES = ("one", "two")

@@ -14,8 +14,10 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,24 +25,19 @@ import numpy as np
 from safetensors.torch import load_file
 
 from headrace.buffer.token_kinds import TokenKind
-from headrace.buffer.types import BatchId, BatchLease
+from headrace.buffer.types import Batch, BatchId, BatchLease, CheckpointRef, Row, StepReport
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
 from headrace.policies.learners.megatron_world import World
+from headrace.policies.learners.ranks.contract import RankStep
 from headrace.policies.learners.ranks.rank import MegatronRank
 from headrace.policies.push.process_group import host_store, join_store
 from support.objective_cases import make_batch, make_row
 from support.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.connection import Connection
-
     from torch import Tensor
-
-    from headrace.buffer.types import Batch, CheckpointRef, Row, StepReport
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.learners.ranks.contract import RankStep
 
 TIMEOUT_S: Final = 60.0
 COMPARED: Final[dict[str, tuple[int, int, dict[str, Any]]]] = {

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 import time
 import uuid
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,24 +23,17 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
-from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
+from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig, TrainingEnd
 from headrace.actors.training.rank_group import RankGroup
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import DeviceMissing, LearnerError
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases
 from support.learner_lives import TRIES_OF_A_BATCH, feed
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.actors.training.learner import TrainingEnd
-    from headrace.buffer.versions import PolicyVersion
 
 ACTOR = "MegatronRankActor"
 WAIT_S = 60.0

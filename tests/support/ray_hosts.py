@@ -16,12 +16,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from types import TracebackType
+from typing import Final, Self
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from support.hosts import Host, Network
+from support.hosts import Host, Network
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HEAD: Final = 10

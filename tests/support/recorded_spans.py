@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from headrace.serve.observing.recorder import SpanRecorder
+from headrace.serve.observing.recorder import RecordedSpan, SpanRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
     import pytest
-
-    from headrace.serve.observing.recorder import RecordedSpan
 
 RUN_ID = "run-of-the-test"
 

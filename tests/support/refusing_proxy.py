@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
 
 from support.loopback import on_loopback
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 REFUSAL = {"error": {"message": "the engine does not wake up"}}
 

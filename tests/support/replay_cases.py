@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
+from headrace.buffer.core.records import BatchRecord, Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import (
@@ -15,6 +17,7 @@ from headrace.buffer.types import (
     Cause,
     CheckpointRef,
     Outcome,
+    RolloutOrder,
     RolloutResult,
     Row,
     StepReport,
@@ -22,12 +25,6 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.buffer.core.records import BatchRecord, Snapshot
-    from headrace.buffer.types import RolloutOrder
 
 SMALL = BufferConfig(batch_size=4, group_size=2, max_staleness=2)
 

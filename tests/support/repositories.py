@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from benches.cheating import cheat_bench
 
@@ -11,14 +11,9 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, ev
 from headrace.actors.evaluation.history import prepare
 from headrace.buffer.repositories import RepositorySpec, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxSpec
+from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.sandboxes.base import Sandbox
-    from headrace.sandboxes.local.provider import LocalProvider
 
 REPO = "/workspace/calc"
 PYTEST = "/opt/pytest"

@@ -6,20 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headrace.actors.chat import ChatMessage
 from headrace.actors.environments.environment import Action, EpisodeEnd
-from headrace.actors.environments.retail.environment import RetailConfig, RetailEnvironment
+from headrace.actors.environments.retail.environment import RetailConfig, RetailEnvironment, RetailEpisode
 from headrace.actors.environments.retail.tools import TOOLS
 from headrace.actors.errors import ConfigError
+from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 from headrace.buffer.datasets.tau import KIND
 from headrace.buffer.task_parts import EnvironmentSpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from headrace.actors.chat import ChatMessage
-    from headrace.actors.environments.retail.environment import RetailEpisode
-    from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 
 POLICY = "Help the customers of the lamp shop."
 ADDRESS = {"address1": "1 Hill St", "address2": "", "city": "Oslo", "country": "NO", "state": "OS", "zip": "10001"}

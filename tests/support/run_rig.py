@@ -9,23 +9,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, write_summary
 from headrace.actors.run.service import Service
+from headrace.actors.run.summary import RunSummary
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.kernel import syscalls
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.run.summary import RunSummary
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 HANG_S = 15

@@ -11,10 +11,11 @@ import copy
 import hashlib
 import time
 import uuid
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -22,25 +23,27 @@ from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
-from headrace.actors.observer.mounted import MountedPages
+from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
 from headrace.actors.run.changes import changed_document
-from headrace.actors.run.config import resolve, validated
-from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness
+from headrace.actors.run.config import RunConfig, resolve, validated
+from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized
-from headrace.actors.runs.records import ActualState, Build, Demands, DesiredState, RunId
+from headrace.actors.runs.records import (
+    ActualState,
+    Build,
+    Caller,
+    Demands,
+    DesiredState,
+    Recipe,
+    RunId,
+    RunRecord,
+    Submission,
+)
 from headrace.actors.runs.table import RunsTable
+from headrace.actors.training.external_loop import ExternalTrainerLoop
+from headrace.actors.training.trainer_calls import TrainerCall
 from headrace.policies.engine import EngineId
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from headrace.actors.observer.mounted import PageAnswer, PageRequest
-    from headrace.actors.run.config import RunConfig
-    from headrace.actors.runs.contract import RunsApi
-    from headrace.actors.runs.records import Caller, Recipe, RunRecord, Submission
-    from headrace.actors.training.external_loop import ExternalTrainerLoop
-    from headrace.actors.training.trainer_calls import TrainerCall
 
 RECIPE: dict[str, dict[str, Any]] = {
     "engines": {"backend": "simulated"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -10,8 +11,6 @@ from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from prometheus_client.samples import Sample
 
 Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]

@@ -9,23 +9,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
+import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from headrace.serve.capture.rows import SessionReport
 from support.loopback import on_loopback
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-    from pathlib import Path
-
-    import numpy as np
-
-    from headrace.serve.capture.rows import SessionReport
 
 PIECE_CHARACTERS = 5
 

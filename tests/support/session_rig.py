@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.buffer.token_kinds import TokenKind, to_runs
+from headrace.buffer.token_kinds import KindRuns, TokenKind, to_runs
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.events import Delivered
+from headrace.serve.capture.events import Delivered, Event, Status
+from headrace.serve.capture.session import Session, TurnPlan
 from headrace.serve.conversation import (
     Message,
     Reasoning,
@@ -26,23 +27,15 @@ from headrace.serve.conversation import (
     Text,
     ToolCall,
     ToolResult,
+    ToolSpec,
     TurnAnswer,
     TurnRequest,
     WarningText,
     say,
 )
-from headrace.serve.parsing.base import CallSyntax, ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import CallSyntax, OutputParser, ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.rendering.render import Renderer, TokenIds
 from headrace.serve.rendering.work import RendererCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from headrace.buffer.token_kinds import KindRuns
-    from headrace.serve.capture.events import Event, Status
-    from headrace.serve.capture.session import Session, TurnPlan
-    from headrace.serve.conversation import ToolSpec
-    from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.rendering.render import Renderer, TokenIds
 
 END = 256
 OPENINGS = {Role.SYSTEM: 257, Role.USER: 258, Role.ASSISTANT: 259, Role.TOOL: 260}

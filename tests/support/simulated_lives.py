@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
@@ -23,13 +23,11 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
+from headrace.buffer.types import RolloutOrder
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import RolloutOrder
 
 SAVE_EVERY: Final = 3
 CONFIG: Final = BufferConfig.model_validate(cases.SMALL.model_dump())

@@ -18,11 +18,9 @@ import importlib.machinery
 import os
 import sys
 import types
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 TRIGGERS = frozenset({"slime", "megatron"})
 NUMPY_OF_SLIMES_IMAGE = "1.26.4"

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,13 +40,14 @@ from headrace.buffer.types import (
     GroupId,
     Outcome,
     RolloutId,
+    RolloutOrder,
     RolloutResult,
     Row,
     Trajectory,
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner import WeightsDirectory
+from headrace.policies.learner import WeightsDirectory, WeightsSnapshot
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
@@ -58,13 +60,9 @@ from support.replay_cases import tasks
 from support.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
     import psutil
     from torch import Tensor
 
-    from headrace.buffer.types import RolloutOrder
-    from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.models.qwen import Qwen
 
     StartEngines = Callable[[RayRuntime, RunDirectory, Path], Awaitable["KeepingEngines | EngineGroup"]]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from headrace.buffer.types import Batch
-    from headrace.policies.learners.slime.arguments import SlimeTerms
+from headrace.buffer.types import Batch
+from headrace.policies.learners.slime.arguments import SlimeTerms
 
 
 def both(batch: Batch, terms: SlimeTerms, layouts: list[dict[str, int]]) -> list[tuple[list[Any], list[Any]]]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from hypothesis import strategies as st
 
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import Dialect
 from headrace.serve.dialects.responses import Responses
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import Dialect
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string", "enum": ["a"]}}, "required": ["command"]}
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from headrace.sandboxes.base import Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 
 START = "/start"
 """Program of an image; a sandbox is ready when it has ended."""

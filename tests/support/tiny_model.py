@@ -7,11 +7,10 @@ not fail.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 EOS_TOKEN = "<|end|>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.errors import StartFailed
@@ -12,8 +13,6 @@ from headrace.actors.runtime.nodes import Bundle, Role
 from headrace.actors.runtime.runtime import InlineRuntime
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
 

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import uuid
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -27,9 +28,6 @@ from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.observing.retention import RetentionConfig, kept_files, older_files
 from headrace.serve.observing.tracing import trace_id_for
 from support.full_disks import files_of_at_most
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = RetentionConfig(file_bytes=4096, log_bytes=8192)
 ORIGIN: dict[str, str | int] = {"run": "a" * 32, "actor": "worker-0", "node": "n1", "pid": 7}

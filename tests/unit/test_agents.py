@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import tomllib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -23,10 +24,6 @@ from headrace.actors.rollouts.rollout import outcome_of
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import HostPort, Stream
 from headrace.serve.capture.events import Exhausted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 KINDS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
     "claude-code": lambda program: ClaudeCode(program, ClaudeCodeConfig()),

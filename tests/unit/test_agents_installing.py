@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +23,6 @@ from headrace.actors.agents.installation import (
     main,
     npm_packages,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # It makes the files that the packages are known to have, and counts how often it was asked.
 NPM = """#!/bin/sh

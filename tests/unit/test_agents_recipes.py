@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.actors.agent_kinds.config import AgentKind, AgentSection
 from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
+from headrace.actors.agents.cli_agent import CliAgent
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installation import PINNED
 from headrace.actors.errors import ConfigError
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.run.config import load_recipe
 from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task, TaskId
-
-if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import CliAgent
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 PROGRAMS = tuple(kind for kind in AgentKind if AgentSection(kind=kind).is_program)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, Batcher
-from headrace.actors.runtime.operations import NO_ATTEMPTS, OperationCalls, Operations
+from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, OperationCalls, Operations, Results
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT, working_for
-
-if TYPE_CHECKING:
-    from headrace.actors.runtime.operations import Attempts, Results
 
 
 class SlowCalls:

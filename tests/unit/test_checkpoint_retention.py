@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners import checkpoint_retention as retention
 from headrace.policies.learners import checkpoints
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def save(root: Path, step: int, *, epoch: int = 1, newest: int = 2) -> None:

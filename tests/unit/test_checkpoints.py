@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,6 @@ from headrace.policies.errors import CheckpointDamaged, CheckpointMismatch, Chec
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.config import LearnerConfig, trained_as
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 BATCHES = tuple(
     checkpoints.SteppedBatch(

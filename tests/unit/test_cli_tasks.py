@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
 
 from headrace.actors.cli import app as cli
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import Outcome, RolloutResult
-
-if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
 
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "simulated.toml"
 OPTIONS = ("buffer.max_attempts=1", "buffer.park_after=1", "tasks.train_count=6")

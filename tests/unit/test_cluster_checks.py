@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,6 @@ from headrace.actors.cluster.probe import clock_offset_s, open_redis_function
 from headrace.actors.cluster.section import CLUSTER_ABSENT_S, ClusterSection, cluster_section
 from headrace.actors.errors import CannotBePlaced, ConfigError
 from headrace.actors.runtime.nodes import Bundle, Role
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VERSIONS = Versions(ray="2.60.0", headrace="0.1.0", python="3.11.7")
 LABELS = {Role.CONTROL: "control", Role.ROLLOUT: "work"}

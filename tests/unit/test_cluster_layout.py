@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -11,14 +11,12 @@ import pytest
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.run.changes import changed_document, journal_changes
+from headrace.actors.run.config import RunConfig
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import TO_RESTORE, ClusterTerms, build_of, config_of, create_run, recovered
 from headrace.actors.runs.quotas import Quotas
 from headrace.actors.runs.records import RAY_USER, Submission
 from headrace.actors.runtime.nodes import Role
-
-if TYPE_CHECKING:
-    from headrace.actors.run.config import RunConfig
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 RECIPE: dict[str, dict[str, Any]] = {

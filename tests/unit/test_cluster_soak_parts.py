@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from benches.cluster.faults import WITHOUT_SERVE, Fault, FaultKind, plan_faults
@@ -13,9 +13,6 @@ from benches.cluster.figures import Passed, misses, report
 from benches.cluster.ledger_times import Recovery, read_orders, read_steps, recovery, wall_s
 from benches.cluster.processes import HostProcess, actors, grown, increase, name_of
 from benches.cluster.soak import Injected, worst_by_kind
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_seed_gives_the_same_faults_and_every_kind_equally_often() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,6 @@ from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolSpec
 from headrace.serve.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
 from support.session_rig import END, ByteChat, Rig, asks, call, echo, results, user
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
 
 SEARCH = "<search>q</search>"
 FOUND = "\n\n<information>bog</information>\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -17,11 +17,8 @@ from headrace.actors.runs.quotas import Quota, Quotas
 from headrace.actors.runs.records import RAY_USER, ActualState, RunId
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
-from support.control_rig import ControlRig, malformed
+from support.control_rig import Answer, ControlRig, malformed
 from support.runs_without_services import NODE, RECIPE
-
-if TYPE_CHECKING:
-    from support.control_rig import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "0" * 32

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -27,10 +29,6 @@ from headrace.actors.runtime import event_stream
 from support.control_rig import ControlRig
 from support.cutting_proxy import cutting_proxy
 from support.runs_without_services import RECIPE, serving
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 WAIT_S = 30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +12,6 @@ from headrace.actors.control.client import read_key
 from headrace.actors.control.keys import KeyFile, digest_of
 from headrace.actors.errors import ConfigError
 from headrace.actors.runs.records import Caller, Role
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def digest(key: str) -> str:

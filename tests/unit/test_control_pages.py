@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,15 +15,9 @@ from headrace.actors.errors import RunError
 from headrace.actors.observer import mounted
 from headrace.actors.observer.mounted import MountedPages, PageRequest
 from headrace.actors.runs.records import RunId
-from support.control_rig import KEYS, ControlRig, write_keys
+from support.control_rig import KEYS, Answer, ControlRig, write_keys
 from support.observer_rig import simulated_run
 from support.runs_without_services import RECIPE
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from support.control_rig import Answer
 
 pytestmark = pytest.mark.timeout(120)
 BROWSER = {"accept": "text/html,*/*"}

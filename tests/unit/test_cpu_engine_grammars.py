@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,6 @@ from headrace.policies.cpu_engine.grammars import Grammars, GrammarState
 from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, GrammarKind
 from headrace.policies.errors import GrammarMissing, RequestInvalid
 from headrace.policies.sglang.transport import refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SCHEMA = {
     "type": "object",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.engine import PauseMode
 from headrace.policies.models.qwen import read_weights
 from headrace.policies.models.qwen_config import QwenConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONTEXT_TOKENS = 2048
 LONG = 2 * PREFILL_PORTION + 200

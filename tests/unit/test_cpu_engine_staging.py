@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from headrace.policies.cpu_engine.update import Staging
 from headrace.policies.models.qwen import QwenWeights
 from headrace.policies.models.qwen_config import QwenConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import FrameType
 
 
 def test_a_set_returned_while_an_old_one_is_recycled_is_not_lost(tiny_model_dir: Path) -> None:

@@ -8,19 +8,16 @@ import json
 import os
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.actors.services.corpus import read_passages
 from headrace.buffer.datasets.archives import ArchiveBounds, unpack
-from headrace.buffer.datasets.converters import SettingsRefused, convert
+from headrace.buffer.datasets.converters import Converted, SettingsRefused, convert
 from headrace.buffer.datasets.recognition import form_of_row
 from headrace.buffer.datasets.rows import SourceRefused
 from headrace.buffer.tasks import EvaluatorKind, load_tasks
-
-if TYPE_CHECKING:
-    from headrace.buffer.datasets.converters import Converted
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not beside this checkout")

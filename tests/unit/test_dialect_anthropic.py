@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -21,6 +21,7 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.dialects.anthropic import AnthropicMessages
+from headrace.serve.dialects.dialect import WireRequest
 from headrace.serve.errors import (
     SERVER_FAILED,
     BadRequest,
@@ -33,9 +34,6 @@ from headrace.serve.errors import (
     WireError,
 )
 from support import wires
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import WireRequest
 
 DIALECT = AnthropicMessages()
 USER = {"role": "user", "content": "hello"}

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -23,6 +23,7 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import WireRequest
 from headrace.serve.errors import (
     SERVER_FAILED,
     BadRequest,
@@ -35,9 +36,6 @@ from headrace.serve.errors import (
     WireError,
 )
 from support import wires
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import WireRequest
 
 DIALECT = ChatCompletions()
 USER = {"role": "user", "content": "hello"}

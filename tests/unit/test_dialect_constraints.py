@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
@@ -24,12 +24,10 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import Dialect, WireRequest
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import BadRequest
 from support.wires import read_events
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import Dialect, WireRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'

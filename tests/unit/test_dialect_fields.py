@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -14,12 +14,10 @@ from headrace.serve.conversation import Role, Text, TurnAnswer, TurnEnd, say
 from headrace.serve.dialects import fields
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import Dialect
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import BadRequest, ContextExceeded, NoEngineOpen, WireError
 from support import wires
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import Dialect
 
 WIRES: list[Dialect] = [AnthropicMessages(), ChatCompletions(), Responses()]
 DEEPEST_SCHEMA = 200

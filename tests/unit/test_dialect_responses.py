@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -19,7 +19,7 @@ from headrace.serve.conversation import (
     TurnEnd,
     say,
 )
-from headrace.serve.dialects.dialect import CallShape
+from headrace.serve.dialects.dialect import CallShape, WireRequest
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import (
     BadRequest,
@@ -32,9 +32,6 @@ from headrace.serve.errors import (
     WireError,
 )
 from support import wires
-
-if TYPE_CHECKING:
-    from headrace.serve.dialects.dialect import WireRequest
 
 DIALECT = Responses()
 PARAMETERS = {"type": "object", "properties": {"cmd": {"type": "string"}}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anthropic
 import openai
@@ -15,13 +16,9 @@ from aiohttp import web
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, TurnAnswer, TurnEnd
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.dialect import Dialect, WireRequest
 from headrace.serve.dialects.responses import Responses
 from headrace.serve.errors import SERVER_FAILED, BadRequest, ContextExceeded, NoEngineOpen, SessionUnknown, WireError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from headrace.serve.dialects.dialect import Dialect, WireRequest
 
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}}
 BLOCKS = (Reasoning("hm", "t1"), Text("I look.\u2028\n"), ToolCall("call_1", "bash", '{"command":"ls é"}'))

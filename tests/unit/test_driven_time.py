@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.actors.record.active_time import read_driven_time
 from headrace.actors.record.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_gap_before_a_resume_is_not_counted_as_driven_time(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,9 +24,6 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.processes.server_process import announce
 from support.full_disks import files_of_at_most
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SNAPSHOT = WeightsSnapshot(version=PolicyVersion(1, 4), shards=())
 

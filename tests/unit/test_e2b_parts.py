@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import e2b
 import httpx
@@ -34,9 +34,6 @@ from headrace.serve.e2b_sandboxes.entries import Account, parse_entries
 from headrace.serve.e2b_sandboxes.errors import ApiError, RpcError, api_error
 from headrace.serve.e2b_sandboxes.images import BootQueue, load_images
 from headrace.serve.e2b_sandboxes.keys import load_keys
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

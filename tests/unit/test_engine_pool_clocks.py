@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 import pytest
 from opentelemetry import trace
@@ -19,9 +19,6 @@ from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.errors import InfraError, NoEngineOpen
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 A = EngineId("a")
 GATE_WAIT_S, CALL_S = 20.0, 30.0

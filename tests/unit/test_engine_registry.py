@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,6 @@ from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, Step
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ONE, TWO, THREE = EngineId("one"), EngineId("two"), EngineId("three")
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)

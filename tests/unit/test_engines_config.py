@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import aiohttp
 import orjson
 import pytest
 from pydantic import ValidationError
@@ -25,9 +26,6 @@ from headrace.policies.engine import EngineId
 from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess
-
-if TYPE_CHECKING:
-    import aiohttp
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 

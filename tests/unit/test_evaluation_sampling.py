@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,9 +14,6 @@ from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.parts import evaluation_terms, recipe_digest, training_terms
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, write_manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,6 @@ from headrace.buffer.tasks import (
     write_tasks,
 )
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STATE = {"kind": "state", "check": "raise SystemExit(1)"}
 FUNCTION = {"kind": "function", "function": "support.scoring_functions:brevity"}

@@ -4,7 +4,7 @@ shared."""
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,12 +20,10 @@ from headrace.serve.exports.rollout_details import rollout_details
 from headrace.serve.gateway import codec
 from headrace.serve.gateway.exports import Exporter
 from headrace.serve.parsing.parser_choice import choose_parser
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
 from support.session_rig import LineParser, Rig, asks, echo, results, user
-
-if TYPE_CHECKING:
-    from headrace.serve.rendering.render import Renderer
 
 SPLIT = ("qwen3", "qwen3-thinking", "qwen2.5", "llama3.1", "glm4", "deepseek-v3", "deepseek-v3-leaky")
 LS = ToolCall("call_1", "bash", '{"command": "ls"}')

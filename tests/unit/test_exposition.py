@@ -39,7 +39,7 @@ from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.types import Cause, StepReport
+from headrace.buffer.types import Batch, Cause, RolloutOrder, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.serve.observing.retention import RetentionConfig, older_files
 from support import replay_cases as cases
@@ -49,8 +49,6 @@ from support.striking import Moment
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
-
-    from headrace.buffer.types import Batch, RolloutOrder, RolloutResult
 
 NOW = 1_800_000_000.0
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,7 +9,9 @@ import os
 import shutil
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import pytest
 from pydantic import ValidationError
@@ -21,7 +23,7 @@ from headrace.actors.training import external_loop as external_module
 from headrace.actors.training.external_loop import ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoopConfig, Stage
 from headrace.actors.training.replay import Replay
-from headrace.actors.training.trainer_calls import Commit, Release, Take, Weights
+from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall, Weights
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.types import RolloutId
 from headrace.policies.errors import LeaseLost, ModelInvalid, TrainerRefused
@@ -31,12 +33,6 @@ from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.simulated_lives import CONFIG, feed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-
-    from headrace.actors.training.trainer_calls import TrainerCall
 
 GUARD_S = 60
 STEPS = 4

@@ -6,8 +6,10 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.log_lines import lines_of_rollout
@@ -22,10 +24,6 @@ from headrace.serve.observing.attempts import working_for
 from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from support.gateway_rig import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 GUARD_S = 30.0
 RUNS = [RunId("1" * 32), RunId("2" * 32)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -13,9 +13,6 @@ from rich.console import Console
 
 from headrace.serve.observing.plots import draw_success, draw_time, reward_png
 from headrace.serve.observing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline, starting
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def progress(elapsed_s: float = 83.0) -> Progress:

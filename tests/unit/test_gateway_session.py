@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -30,12 +31,8 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.errors import BadRequest, ContextExceeded
 from headrace.serve.gateway import codec
+from headrace.serve.rendering.render import TokenIds
 from support.session_rig import END, ByteChat, Rig, asks, call, echo, results, statuses, user
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headrace.serve.rendering.render import TokenIds
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
 SYSTEM = say(Role.SYSTEM, "You repair things.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -23,10 +23,7 @@ from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import reserved_gpus
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.policies.push.contract import PushConfig
-from headrace.policies.sglang.server import SGLangProcess, server_environment
-
-if TYPE_CHECKING:
-    from headrace.policies.sglang.server import SGLangServerConfig
+from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 GLOO, NCCL = PushConfig(), PushConfig(backend="nccl")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -19,9 +20,6 @@ from headrace.actors.runs.quotas import Quota, Quotas, load_quotas
 from headrace.actors.runs.records import Caller, Role, Submission
 from headrace.actors.section import overlaid
 from headrace.policies.miniatures.names import cache_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BASE: dict[str, dict[str, Any]] = {
     "model": {"path": "miniature:echo"},

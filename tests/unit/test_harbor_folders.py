@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from headrace.buffer.task_parts import EnvironmentSpec
 from headrace.buffer.tasks import EvaluatorKind, load_tasks
 from headrace.buffer.verifiers import VerifierForm
 from support.conversions import split
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SETTINGS = HarborSettings(images={"ubuntu:22.04": "/images/jammy"})
 TOML = """\

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -35,9 +35,6 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, RolloutId
 from headrace.serve.capture.rows import TranscriptTurn
 from headrace.serve.gateway.codec import FinishForm
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ABOUT = About(model="/models/tiny", recipe_sha256="00")
 HOSTILE = ("../../etc/passwd", "a/b", "..", ".", "/", "a\x00b", "con\n", "ä" * 300, "\ud800", " ", "x" * 500)

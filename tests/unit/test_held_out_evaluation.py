@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import answer_id, read_answers
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, evaluation_order
-from headrace.actors.rollouts.records import EvaluationRecords
-from headrace.actors.rollouts.stations import TaskCatalog
+from headrace.actors.rollouts.records import EvaluationRecords, RolloutStore
+from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.runtime import InlineRuntime
@@ -28,17 +30,8 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest, write_tasks
 from headrace.buffer.types import Purpose
+from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.sandboxes.pool.pool import PoolConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from headrace.actors.agents.agent import AgentSession
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.rollouts.records import RolloutStore
-    from headrace.actors.rollouts.stations import WorkerParts
-    from headrace.sandboxes.base import HostFolder, Sandbox
 
 pytestmark = pytest.mark.timeout(60)
 WAIT_S = 30.0

@@ -7,7 +7,8 @@ import io
 import os
 import stat
 import tarfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,10 +19,6 @@ from headrace.sandboxes.images.folders import remove
 from headrace.sandboxes.images.layers import UnpackLimits, unpack
 from headrace.sandboxes.images.streams import FileRange, TarStream
 from support import image_kit as kit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away and makes whiteouts")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,10 +12,8 @@ from headrace.actors.record.running import FOLDER, RunningFile, RunningRollout, 
 from headrace.actors.slowness.in_flight import SILENT_S, in_flight
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.types import RolloutOrder
 from support import replay_cases as cases
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import RolloutOrder
 
 NOW = 1_800_000_000.0
 LONG = cases.SMALL.model_copy(update={"group_size": 12, "batch_size": 12})

@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -24,10 +25,6 @@ from headrace.actors.storage.incarnation import (
 )
 from support.full_disks import files_of_at_most
 from support.incarnation_holder import QUICK
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 GUARD_S = 60
 DEFAULT = FenceConfig()

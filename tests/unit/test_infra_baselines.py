@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.records import GroupState, RolloutState
 from headrace.buffer.types import Cause
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.audit.joined_rows import GroupHistory
 
 GROUP, STEPS = 8, 12
 BOUND = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback,
 from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.key_files import make_key, read_key
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY = "0123456789abcdef"
 

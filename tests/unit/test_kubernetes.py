@@ -7,8 +7,9 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import typer
@@ -35,9 +36,6 @@ from support.manifests import (
     strings,
 )
 from support.ray_hosts import HEALTH_CHECKS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 ROOT = FOLDER.parents[1]
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +17,7 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import CheckpointLate, StaleEpoch
+from headrace.buffer.types import Batch
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
@@ -24,11 +25,6 @@ from headrace.policies.learners.simulated import SimulatedEnginesConfig, Simulat
 from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.simulated_lives import CONFIG, feed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.types import Batch
 
 GUARD_S = 60
 FIRST = PolicyVersion(1, 0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +20,6 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.recorded_spans import attributes_of, recorded_spans
 from support.simulated_lives import CONFIG, feed
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 GUARD_S = 60
 REST_S = 0.5

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,9 +19,6 @@ from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 PLAIN = LeaseRequest(spec=SandboxSpec())
 

@@ -8,8 +8,8 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -31,9 +31,6 @@ from headrace.policies.learners.checkpoints import (
     write_manifest,
 )
 from support import replay_cases as cases
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST = PolicyVersion(1, 0)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
 from headrace.policies.errors import GroupFailed
 from headrace.policies.push.process_group import host_store, join_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def listening(pid: int | None = None) -> set[str]:

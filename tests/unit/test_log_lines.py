@@ -12,9 +12,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,9 +29,6 @@ from headrace.actors.run.launch import sole_driver
 from headrace.serve.observing.attempts import working_for
 from headrace.serve.observing.retention import RetentionConfig, older_files
 from headrace.serve.observing.tracing import trace_id_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config_v1.json"
 RUN = "a" * 32

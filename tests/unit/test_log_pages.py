@@ -12,7 +12,6 @@ import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -22,11 +21,9 @@ from headrace.actors.cli.app import app
 from headrace.actors.cli.logs import as_text
 from headrace.actors.errors import RunRefused
 from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
+from headrace.actors.runs.contract import LogPage
 from headrace.actors.runs.log_pages import read_logs
 from headrace.serve.observing.retention import RetentionConfig, older_files
-
-if TYPE_CHECKING:
-    from headrace.actors.runs.contract import LogPage
 
 ALL = 1 << 30
 CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config_v1.json"

@@ -6,7 +6,8 @@ import asyncio
 import io
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,9 +26,6 @@ from headrace.actors.run.launch import watch
 from headrace.serve.observing.progress import Progress, ProgressDisplay
 from headrace.serve.observing.retention import RetentionConfig
 from support.gateway_rig import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GUARD_S = 30.0
 PROGRESS = Progress(phase="training", step=1, total_steps=4, version="1.1", elapsed_s=60.0)

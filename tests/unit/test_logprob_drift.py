@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,9 +25,6 @@ from headrace.buffer.types import (
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.logprob_drift import DriftMeter, DriftSums
 from support import replay_cases as cases
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRAINED = PolicyVersion(2, 7)
 REPEATED = PolicyVersion(1, 7)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,12 +13,9 @@ from headrace.actors.run.progress_signs import signs_of, stall_detector, work_cl
 from headrace.actors.run.stall_detector import StallDetector
 from headrace.actors.run.supervision import snapshot_of
 from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.simulation.plan import make_plan
+from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
-
-if TYPE_CHECKING:
-    from headrace.actors.simulation.plan import SimulationPlan
 
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "claude_code.toml"
 ANSWERS = 256

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,22 +18,14 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.core.mix.sources import Mix, Source
-from headrace.buffer.core.records import RolloutState, Snapshot
+from headrace.buffer.core.records import BatchRecord, RolloutState, Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.errors import DataExhausted, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, CheckpointRef, StepReport, extend_chain
+from headrace.buffer.tasks import Task, TaskId
+from headrace.buffer.types import Cause, CheckpointRef, RolloutOrder, StepReport, extend_chain
 from headrace.buffer.versions import PolicyVersion
 from support import replay_cases as cases
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from headrace.buffer.core.records import BatchRecord
-    from headrace.buffer.tasks import Task
-    from headrace.buffer.types import RolloutOrder
 
 FIRST = PolicyVersion(1, 0)
 CONFIG = BufferConfig(batch_size=8, group_size=2, max_staleness=2)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.actors.errors import RunStalled
+from headrace.buffer.audit.evidence import Evidence
 from headrace.buffer.audit.source_report import source_reports
 from headrace.buffer.audit.verify import verify
 from support import mixes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.audit.evidence import Evidence
 
 SHARES = {"fast": 0.45, "middle": 0.35, "slow": 0.2}
 DURATIONS_S = {"fast": 10.0, "middle": 100.0, "slow": 1000.0}

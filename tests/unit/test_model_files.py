@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,6 @@ from headrace.policies.models.qwen_config import QwenConfig, check_computable
 from headrace.policies.models.tiny import CHAT_TEMPLATE
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 from support.tiny_model import EOS_TOKEN, QWEN2, random_tensors, write_tiny_model, write_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
 

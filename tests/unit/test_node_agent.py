@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.actors.runtime.nodes import TABLE_FILE, NodeAgent
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RUNS = ["1" * 32, "2" * 32]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,6 @@ from headrace.policies.learners.objectives.loss import Objective, trajectory_wei
 from headrace.policies.learners.objectives.regularizers import kl_estimate
 from headrace.policies.learners.objectives.tokens import TrainedTokens
 from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of, random_tokens, reinforce
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 VOCABULARY = 11
 STEP = 1e-30

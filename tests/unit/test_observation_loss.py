@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +11,12 @@ from pydantic import ValidationError
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import load_recipe
+from headrace.buffer.types import Batch
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.observation import observation_loss
 from headrace.policies.learners.objectives.token_sums import ObservationSums
 from support.objective_cases import make_batch, make_row, objective_of
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import Batch
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 KINDS = [0, 1, 4, 4, 1, 2, 2, 3, 4]

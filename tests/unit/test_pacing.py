@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
@@ -17,9 +17,6 @@ from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CONFIG = PacingConfig(enabled=True, start=16, least=4, increase=2, decrease=0.5, interval_s=10.0)
 QUIET = Pressure(engine_queue=0.5)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.errors import ParserMissing, ParserUnknown
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.parsing.hermes import HermesParser
 from headrace.serve.parsing.parser_choice import PlainParser, choose_parser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 from support import chat_templates as templates
-
-if TYPE_CHECKING:
-    from headrace.serve.parsing.base import ParsedBlock
 
 TOOLS = (
     ToolSpec("bash", "", {"type": "object", "properties": {"command": {"type": "string"}}}),

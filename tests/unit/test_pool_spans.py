@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,10 +15,7 @@ from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import traceparent_of
-from support.recorded_spans import attributes_of, parent_id, recorded_spans
-
-if TYPE_CHECKING:
-    from support.recorded_spans import RecordedSpans
+from support.recorded_spans import RecordedSpans, attributes_of, parent_id, recorded_spans
 
 
 def pool_of(*providers: SimulatedProvider, **settings: object) -> Pool:

@@ -7,17 +7,14 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.sandboxes.errors import FolderRefused
 from headrace.sandboxes.local.launcher_process import ProviderFolder, locked_folder, runtime_folder
 from headrace.sandboxes.private_folders import make_missing, make_private, temporary_folder, user_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OTHER_USER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")

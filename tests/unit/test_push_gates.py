@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from headrace.policies.engine import EngineId, RequestId
 from headrace.policies.push.gates import HeldGates
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ONE, TWO = EngineId("one"), EngineId("two")
 

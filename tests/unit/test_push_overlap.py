@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from benches.push import overlap as push_overlap
 from benches.push.testbed import PushTestbed
 
 from headrace.policies.learner import WeightsShard
+from headrace.policies.push.contract import PushReport
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
-
-    from headrace.policies.push.contract import PushReport
 
 
 async def test_a_push_longer_than_its_window_extends_the_window(

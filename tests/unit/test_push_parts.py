@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from headrace.policies.push.layout import lay_out
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
 from headrace.policies.push.tensors import TensorSpec
 from support.tiny_model import write_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @given(st.lists(st.integers(1, 16), max_size=8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights, read_weights
 from headrace.policies.models.qwen_config import QwenConfig, storage_place
 from support.tiny_model import QWEN2
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LENGTHS = (5, 17, 1, 40)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -14,10 +15,6 @@ from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused
 from headrace.actors.runs.records import RAY_USER, ActualState, Submission
 from support.control_rig import ControlRig
 from support.runs_without_services import NODE, RECIPE, serving
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 @pytest.fixture

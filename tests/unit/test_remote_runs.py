@@ -7,7 +7,9 @@ import os
 import pwd
 import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NoReturn
 
 import orjson
 import pytest
@@ -21,10 +23,6 @@ from headrace.actors.run.config import RECIPE_PATHS, named_paths, resolve
 from headrace.actors.runs.records import ActualState
 from support.control_rig import ControlRig
 from support.runs_without_services import serving
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 RECIPE = '[engines]\nbackend = "simulated"\n[learner]\nkind = "simulated"\n[agent]\nkind = "simulated"\n'
 WAIT_S = 30

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -18,14 +19,10 @@ from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates
 from support.session_rig import Rig, asks
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.serve.rendering.render import Renderer
 
 NAMES = ("qwen3", "qwen3-thinking", "qwen2.5", "llama3.1", "glm4", "deepseek-v3", "deepseek-v3-leaky", "strict")
 WITH_TOOLS = NAMES[:-1]

@@ -10,22 +10,19 @@ import os
 import random
 import sys
 import types
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, call
 from headrace.buffer.datasets.tau import IDLE_FAMILY, WRITES, TauSettings, read_retail
+from headrace.buffer.tasks import Task
 from support.conversions import split as parted
 from support.retail_shop import open_episode, play_oracle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from headrace.buffer.tasks import Task
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "tau-bench"
 RETAIL, TAU2 = SHARED / "retail", SHARED / "tau2"

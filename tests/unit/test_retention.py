@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from functools import partial
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +23,6 @@ from headrace.actors.record.metrics import (
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.serve.observing.retention import DAY_S, RetentionConfig, RotatingFile, Tail, kept_files, older_files
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = RetentionConfig(file_bytes=4096, metrics_bytes=16384, log_bytes=8192, evaluations_bytes=4096, days=30)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -13,9 +14,6 @@ from hypothesis import strategies as st
 from headrace.actors.services.corpus import CorpusRefused, PassageIndex, digest_of, read_passages
 from headrace.actors.services.retriever_server import RequestInvalid, parse_request
 from support.corpora import write_corpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,21 +17,15 @@ from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
-from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-from headrace.serve.capture.rows import report_of
+from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.client import OpenedSession
 from headrace.serve.observing import span_names as names
 from support.recorded_spans import attributes_of, recorded_spans
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-    from headrace.serve.capture.rows import SessionReport
 
 CONFIG = RolloutConfig(
     queue_timeout_s=10,

@@ -6,7 +6,6 @@ import errno
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -16,12 +15,10 @@ from headrace.actors.cli.app import app
 from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.record.absences import OF_ACTORS, Absences
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.record.run_state import RunState, run_state
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.policies.engine import EngineId
-
-if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
 

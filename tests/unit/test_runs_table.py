@@ -7,9 +7,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,9 +30,6 @@ from headrace.actors.runs.records import (
 )
 from headrace.actors.runs.table import EVENTS_KEPT, FILE_NAME, RunsTable
 from headrace.buffer.errors import LedgerInUse, LedgerRefused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BUILD = Build(config_digest="d", headrace_version="0.1", demands=Demands(rollouts=8, engines=2), restarts=1)
 IDS = [RunId(f"{number:032x}") for number in range(10)]

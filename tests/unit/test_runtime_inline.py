@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import pytest
 
@@ -20,9 +21,6 @@ from headrace.actors.runtime.operations import (
     until_back,
 )
 from headrace.actors.runtime.runtime import Host, InlineRuntime, require_async
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Opened:

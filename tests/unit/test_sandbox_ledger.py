@@ -6,7 +6,7 @@ import asyncio
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -28,9 +28,6 @@ from headrace.sandboxes.pool.ledger import (
 )
 from headrace.sandboxes.pool.pool import Pool
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 REF = SandboxRef(provider="p", id=SandboxId("i"), endpoint="/e", secret="s3cret")
 

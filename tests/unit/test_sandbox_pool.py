@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
-from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageUnknown, SandboxError, SandboxGone
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.sandboxes.base import Sandbox, SandboxInfo
 
 EVALUATION = {"purpose": "evaluate"}
 

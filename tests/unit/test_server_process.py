@@ -6,15 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
 
 from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROGRAM = "sleep 600 & echo $! > child.partial; mv child.partial child; exec sleep 600"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import aiohttp
 import pytest
@@ -20,10 +22,6 @@ from headrace.actors.services.http import HttpEndpoint, HttpRetriever
 from headrace.actors.services.service import Passage, ServiceDown
 from headrace.sandboxes.key_files import make_key, read_key
 from support.scripted_service import ScriptedService, completion, cut_off, json, passages, silent, text
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
 FOUND = passages('"A"\none', '"B"\ntwo')
 HELLO = [ChatMessage(role="user", content="Hello")]

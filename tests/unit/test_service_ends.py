@@ -6,13 +6,17 @@ import asyncio
 import itertools
 import logging
 import pickle
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.actors.errors import TasksParked
 from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, reopen
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import InlineRuntime
@@ -22,13 +26,6 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import TaskId, load_tasks
 from headrace.buffer.types import Outcome, RolloutResult
 from support.run_rig import RECIPE
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.run.config import RunConfig
 
 WAIT_S = 60.0
 QUICK = (

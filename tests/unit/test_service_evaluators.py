@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from headrace.actors.chat import ChatCall
@@ -36,11 +38,6 @@ from headrace.buffer.types import Cause
 from headrace.sandboxes.key_files import make_key, read_key
 from support.scripted_service import ScriptedService, completion, cut_off, silent, text
 from support.scripted_service import json as answer_with
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from aiohttp import web
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "services.md"
 RECORD = EpisodeRecord(

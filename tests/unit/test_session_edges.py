@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.capture.events import Status
-from headrace.serve.capture.rows import report_of
+from headrace.serve.capture.rows import SessionReport, report_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 from support.session_rig import ByteChat, Rig, asks, call, echo, results, user
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.serve.capture.rows import SessionReport
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
 SYSTEM = say(Role.SYSTEM, "You repair things.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import orjson
@@ -18,9 +18,6 @@ from headrace.serve.conversation import Role, ToolSpec, say
 from headrace.serve.errors import LogBroken
 from headrace.serve.gateway import codec
 from support.session_rig import Rig, asks, call, echo, results, user
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SPEC = SessionSpec(session_id=SessionId("rollout/1"), sampling=Sampling(temperature=0.7), traceparent="00-a-b-01")
 TOOLS = (ToolSpec("bash"),)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.policies.sglang.installation import environment_directory, environment_python
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Notes what it is asked to do; `-m venv DIR` puts itself there. It fails at what $FAIL_AT names, if it was asked to.
 PROGRAM = """#!/bin/bash

@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import errors
-from headrace.policies.engine import GenerateRequest, Grammar, GrammarKind, RequestId
+from headrace.policies.engine import Completion, GenerateRequest, Grammar, GrammarKind, RequestId
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion
 from headrace.policies.sglang.transport import refusal
 from headrace.policies.sglang.versions import DIALECTS, dialect_of
-
-if TYPE_CHECKING:
-    from headrace.policies.engine import Completion
 
 META = {
     "finish_reason": {"type": "length", "length": 4},

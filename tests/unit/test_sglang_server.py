@@ -8,7 +8,9 @@ import os
 import signal
 import stat
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,10 +19,6 @@ import yaml
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment, shares_of
 from headrace.sandboxes.key_files import make_key, read_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PROGRAM = """#!{python}
 import http.server, json, os, signal, subprocess, sys, time

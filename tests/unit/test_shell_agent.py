@@ -6,27 +6,22 @@ import asyncio
 import json
 import pickle
 import socket
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from headrace.actors.agent_kinds.registry import shell_agent
-from headrace.actors.agents.agent import AgentSession, StopReason
+from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer
 from headrace.actors.environments.shell import ShellConfig
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.sandboxes.base import ExecResult
 from headrace.sandboxes.errors import ExecTimeout
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-    from pathlib import Path
-
-    from headrace.actors.agents.agent import AgentReport
 
 PROBLEM = next(problem for problem in problems(0, 4, Split.TRAIN) if problem.kind is Kind.WRITE)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -14,19 +15,14 @@ from headrace.actors.cli import app as cli
 from headrace.actors.errors import ConfigError, RunStalled
 from headrace.actors.simulation import simulate as simulate_module
 from headrace.actors.simulation.plan import PRESETS, Mode, SimulationPlan, make_plan
-from headrace.actors.simulation.run_statistics import history_digest, read_statistics
+from headrace.actors.simulation.run_statistics import RunStatistics, history_digest, read_statistics
 from headrace.actors.simulation.simulate import run_plan, simulate
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.batches import BatchBook
+from headrace.buffer.core.records import AttemptRecord
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.policies.learners.simulated import PushMode
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.simulation.run_statistics import RunStatistics
-    from headrace.buffer.core.records import AttemptRecord
 
 
 def quarter(**changes: Any) -> SimulationPlan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import Completion
 from headrace.policies.errors import LearnerNotOpen
 from headrace.policies.learners.checkpoints import read_checkpoint, read_manifest
 from headrace.policies.learners.simulated import (
@@ -39,11 +40,6 @@ from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.serve.capture.session import SessionId
 from headrace.serve.observing import span_names
 from support.recorded_spans import attributes_of, recorded_spans
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.policies.engine import Completion
 
 SWE = DurationsConfig(mean_s=596.4, median_s=520.2, cap_s=1800)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import checkout
 from headrace.policies.learners.slime.config import SlimeSection
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def write_sources(root: Path, used: object) -> Path:

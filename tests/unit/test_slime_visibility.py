@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import visibility
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NODES = ("rank-0", "rank-1")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -15,19 +16,14 @@ from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import Served, SimulatedEngine, SimulatedEnginesConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 from headrace.serve.capture.session import SessionId
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.serve.capture.session_usage import SessionUsage
+from headrace.serve.capture.session_usage import SessionUsage
 
 SMALL = {
     "slots": 16,

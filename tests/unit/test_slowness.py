@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -15,10 +17,6 @@ from headrace.actors.slowness.factors import discovery_limit, upper_tail
 from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime, RunTimes, StepTime
 from headrace.actors.slowness.survival import SurvivalCurve
 from headrace.actors.slowness.verdicts import explain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 TYPICAL_S = {"boot": 2.0, "prepare": 0.5, "engine.decode": 20.0, "tool.bash": 10.0, "own": 1.0, "evaluate.check": 4.0}
 STEP_S = 60.0

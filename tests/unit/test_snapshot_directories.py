@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -19,10 +20,6 @@ from headrace.policies.push.directories import DirectoryReaders, SnapshotDirecto
 from headrace.policies.push.disk import changed_file
 from headrace.policies.push.inspection import inspect_directory
 from headrace.policies.push.weights import read_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 ONE = EngineId("one")
 

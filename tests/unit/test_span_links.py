@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
+from opentelemetry.trace import Link, SpanContext
 
 from headrace.actors.evaluation import evaluator
 from headrace.actors.record.metrics import read_metrics
@@ -15,16 +16,9 @@ from headrace.actors.training import learner
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.sandboxes.pool import boot_spans
 from headrace.serve.observing import span_names as names
+from headrace.serve.observing.recorder import RecordedSpan
 from headrace.serve.observing.tracing import attempt_context, start_rollout_span
-from support.recorded_spans import RUN_ID, attributes_of, parent_id, recorded_spans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opentelemetry.trace import Link, SpanContext
-
-    from headrace.serve.observing.recorder import RecordedSpan
-    from support.recorded_spans import RecordedSpans
+from support.recorded_spans import RUN_ID, RecordedSpans, attributes_of, parent_id, recorded_spans
 
 # A simulated run without a directory has no identity.
 NO_RUN = ""

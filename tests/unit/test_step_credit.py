@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,18 +18,12 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import FilterReason, RolloutState
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
-from headrace.buffer.types import Batch, BatchItem, BatchLease, Cause, GroupId, RolloutId, RolloutResult
+from headrace.buffer.types import Batch, BatchItem, BatchLease, Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from support import replay_cases as cases
 from support.objective_cases import objective_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from headrace.buffer.types import RolloutOrder
 
 FOUR = cases.SMALL.model_copy(update={"group_size": 4, "batch_size": 4})
 V = PolicyVersion(1, 0)

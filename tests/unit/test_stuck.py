@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import GroupId, RolloutId, RolloutOrder
 from support.gateway_rig import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def order(number: int, task: str = "t") -> RolloutOrder:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from headrace.actors.rollouts.dispatcher import DispatcherStatus
 from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import supervised_actors
+from headrace.actors.run.service import Service
 from headrace.actors.run.supervision import RECORD_S, StatusSnapshot, Supervision
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.services.figures import ServiceFigures
@@ -22,12 +25,6 @@ from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 from support.run_rig import RECIPE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from headrace.actors.run.service import Service
 
 SHORT = DurationsConfig(mean_s=5.0, median_s=5.0, cap_s=10.0)
 PLAN = SimulationPlan(slots=8, batch_size=8, group_size=4, durations=SHORT, evaluate_s=300.0, learner_s=1.0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks import EvaluatorKind, load_tasks, task_digest, tasks_digest, write_tasks
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STATE = {"kind": "state", "check": "raise SystemExit(1)"}
 REPOSITORY = {"workdir": "/repo", "grader": {"kind": "test_ids", "fail_to_pass": ["tests/test_a.py::test_b"]}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -15,11 +15,8 @@ from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.traces.store import SpanFolder
 from headrace.serve.observing import span_names
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.observing.telemetry import TelemetryConfig, TelemetryHandle, configure
 from headrace.serve.observing.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
-
-if TYPE_CHECKING:
-    from headrace.serve.observing.telemetry import TelemetryHandle
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

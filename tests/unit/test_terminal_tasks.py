@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -26,9 +26,6 @@ from headrace.buffer.datasets.terminal import (
     problems,
 )
 from headrace.buffer.tasks import EvaluatorKind
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LITTER = ("echo x > extra", "mkdir folder", "ln -s /etc link")
 ONE_OF_EACH = problems(3, len(Kind), Split.TRAIN)

@@ -7,7 +7,6 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from headrace.buffer import codec
 from headrace.buffer.errors import CodecError
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.token_kinds import TokenKind, from_runs, to_runs
-from headrace.buffer.types import Trajectory
+from headrace.buffer.types import Row, Trajectory
 from headrace.policies.errors import TokenizerInvalid
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.rows import report_of
@@ -26,14 +25,11 @@ from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.conversation import Message, Role, ToolResult, ToolSpec, say
 from headrace.serve.gateway.codec import ReportForm, write_report
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates
 from support.objective_cases import make_row
 from support.session_rig import ByteChat, Rig, asks, call, echo, results, user
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import Row
-    from headrace.serve.rendering.render import Renderer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trajectory_v2.bin"
 BASH = (ToolSpec("bash"),)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import orjson
 import pyarrow.parquet as pq
@@ -26,18 +26,13 @@ from headrace.actors.traces.receiver import Receiver
 from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.types import Cause
+from headrace.buffer.types import Cause, RolloutOrder
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import describe, start_rollout_span, trace_id_for
 from support import replay_cases as cases
 from support.collectors import grpc_collector, http_collector
 from support.gateway_rig import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from headrace.buffer.types import RolloutOrder
 
 TASKS = cases.SMALL.model_copy(update={"group_size": 60, "batch_size": 60})
 KILLED = """

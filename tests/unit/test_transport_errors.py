@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
@@ -14,9 +14,6 @@ from headrace.policies.sglang.transport import Transport
 from headrace.policies.transport_errors import reason
 from headrace.serve.errors import GatewayUnreachable
 from headrace.serve.gateway.client import GatewayClient
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

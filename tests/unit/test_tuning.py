@@ -9,7 +9,8 @@ import sys
 import tomllib
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -24,16 +25,12 @@ from headrace.actors.tuning.duration_fit import fit
 from headrace.actors.tuning.picture import page
 from headrace.actors.tuning.recorded_run import read_run, working_s
 from headrace.actors.tuning.records import read_traces
+from headrace.actors.tuning.result import TuningResult
 from headrace.actors.tuning.search import survivors
 from headrace.actors.tuning.selection import Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.trial import Trial, run_trial
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from headrace.actors.tuning.result import TuningResult
 
 pytestmark = pytest.mark.timeout(300)
 

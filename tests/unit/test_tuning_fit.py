@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,9 +15,6 @@ from headrace.actors.slowness.survival import Lognormal, SurvivalCurve
 from headrace.actors.tuning.duration_fit import fit
 from headrace.actors.tuning.mixed_model import fit_mixed
 from headrace.actors.tuning.records import LEAST_FINISHED, Observation, Recording
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 GROUP = 8
 TRUTH = DurationsConfig(

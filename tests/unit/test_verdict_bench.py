@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import pytest
 from benches.verdicts.planted import CAUSES, Cause, planted_run
@@ -14,9 +14,6 @@ from benches.verdicts.verdict_bench import judge_run
 
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_run_follows_from_its_seed_and_cause() -> None:

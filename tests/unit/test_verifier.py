@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from headrace.actors.evaluation.verifier import parse_reward
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
 from headrace.buffer.verifiers import VerifierForm, pytest_files
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HIDDEN = {"/tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"}
 HARBOR: dict[str, Any] = {"kind": "verifier", "verifier": {"form": "harbor"}, "hidden_files": HIDDEN}

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from headrace.actors.simulation.virtual_time import Deadlock, Standstill, VirtualTimeError, run_virtual
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 
 def now_s() -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from headrace.actors.chat import ChatCall, ChatMessage
 from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
 from headrace.actors.templates import MarkedText, filled_around
 from headrace.buffer.token_kinds import OBSERVED, TokenKind, to_runs
+from headrace.buffer.types import Row
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
@@ -24,12 +26,6 @@ from headrace.serve.rendering.body_marks import marked, without_marks
 from headrace.serve.rendering.template_renderer import TemplateRenderer
 from support import chat_templates as templates
 from support.session_rig import Rig, asks, call
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from headrace.buffer.types import Row
 
 BASH = (ToolSpec("bash"),)
 FORM = "WARNINGS:\n- only the first of 2 calls is run\n\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +14,6 @@ from safetensors.torch import save_file
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.push.weights import checksum, plan_buckets, read_snapshot, unflatten
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_directory_lists_the_digest_of_every_file_by_name(tmp_path: Path) -> None:

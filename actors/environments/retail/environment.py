@@ -18,25 +18,22 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from pydantic import Field
 
 from headrace.actors.chat import ChatMessage, ChatTool
-from headrace.actors.environments.environment import RESPOND, Action, EpisodeEnd, Observation, observed
+from headrace.actors.environments.environment import RESPOND, Action, Clock, EpisodeEnd, Observation, observed
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, TRANSFER, call, load_tools
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.verdict import Verdict, failed, solved
 from headrace.actors.services.rule_user import STOP, normalised
+from headrace.actors.services.service import Services
 from headrace.actors.services.user_simulators import Goal, GoldAction, SimulatorConfig, UserSimulator, make_user
 from headrace.buffer.datasets.tau import KIND
-
-if TYPE_CHECKING:
-    from headrace.actors.environments.environment import Clock
-    from headrace.actors.services.service import Services
-    from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+from headrace.buffer.tasks import Task
+from headrace.sandboxes.base import Sandbox
 
 ACTIONS: Final = frozenset({*TOOLS, RESPOND})
 IDLE: Final = "the database was not to be changed"

@@ -16,16 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from headrace.actors.chat import ChatTool
-from headrace.actors.environments.retail.database import Address
+from headrace.actors.environments.retail.database import Address, Order, PaymentMethod, Variant, View
 from headrace.actors.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.actors.environments.retail.database import Order, PaymentMethod, Variant, View
 
 TRANSFER: Final = "transfer_to_human_agents"
 """The tool that ends an episode."""

@@ -10,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.actors.chat import ChatMessage
 from headrace.actors.evaluation.by_service.votes import last_score, vote_seed
-from headrace.actors.evaluation.verdict import EvaluatorFault, Source, Verdict, printed, rewarded
-from headrace.actors.services.service import ServiceDown
+from headrace.actors.evaluation.verdict import (
+    EpisodeRecord,
+    EvaluationRequest,
+    EvaluatorFault,
+    Source,
+    Verdict,
+    printed,
+    rewarded,
+)
+from headrace.actors.services.service import HelperModel, ServiceDown
 from headrace.actors.templates import filled
 from headrace.buffer.sanitizer import without_surrogates
 from headrace.buffer.task_parts import JudgeSpec
-
-if TYPE_CHECKING:
-    from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest
-    from headrace.actors.services.service import HelperModel
 
 TEMPLATE: Final = """\
 You grade the work of an agent. Below are its task, the whole conversation between the agent and its environment\

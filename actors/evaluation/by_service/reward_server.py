@@ -8,16 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.evaluation.functions import document_of
-from headrace.actors.evaluation.verdict import Verdict, rewarded_by
+from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest, Verdict, rewarded_by
+from headrace.actors.services.service import RewardServer
 from headrace.buffer.sanitizer import without_surrogates
-
-if TYPE_CHECKING:
-    from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest
-    from headrace.actors.services.service import RewardServer
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import Task
 
 
 async def score_by_server(request: EvaluationRequest, episode: EpisodeRecord, server: RewardServer) -> Verdict:

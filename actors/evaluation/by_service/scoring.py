@@ -8,30 +8,24 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import orjson
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import NAMES, score_by_votes
 from headrace.actors.evaluation.by_service.reward_server import score_by_server, shown_task
-from headrace.actors.evaluation.verdict import EvaluatorFault, Verdict, broken
+from headrace.actors.evaluation.verdict import EvaluationRequest, EvaluatorFault, Verdict, broken
 from headrace.actors.services.calls import ServiceCalls
 from headrace.actors.services.clients import make_service, refuse_missing_services
-from headrace.actors.services.config import ServiceKind
+from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.registry import METHODS, OutsideService
+from headrace.actors.services.service import Services
 from headrace.actors.templates import check_names
 from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.task_parts import least
-from headrace.buffer.tasks import OF_SERVICES, EvaluatorKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from headrace.actors.evaluation.verdict import EvaluationRequest
-    from headrace.actors.services.config import ServiceConfig
-    from headrace.actors.services.service import Services
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import OF_SERVICES, EvaluatorKind, Task
 
 _KINDS: Final = {EvaluatorKind.HTTP: ServiceKind.REWARD, EvaluatorKind.JUDGE: ServiceKind.MODEL}
 

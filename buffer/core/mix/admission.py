@@ -13,17 +13,14 @@ Invariants:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping
+from typing import Final
 
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskCursor
+from headrace.buffer.core.mix.sources import Mix, Source
 from headrace.buffer.core.records import FINAL, RolloutState
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.curriculum import TaskCursor
-    from headrace.buffer.core.mix.sources import Mix, Source
-    from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.state import ReplayState
 
 LEAST_YIELD: Final = 0.25
 """Lower limit of a yield: a source starts at most four rollouts for each one that it needs."""

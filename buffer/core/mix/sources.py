@@ -11,16 +11,12 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.mix.names import source_name
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.tasks import TaskId
+from headrace.buffer.tasks import TaskId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.tokens import TrainedTokens
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from headrace.policies.learners.objectives.config import ObjectiveConfig
-    from headrace.policies.learners.objectives.tokens import TrainedTokens
 
 
 def correction_weights(tokens: TrainedTokens, config: ObjectiveConfig) -> Tensor | None:

@@ -9,13 +9,9 @@ Shapes: N trained tokens of a row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 class CriticSection(BaseModel):

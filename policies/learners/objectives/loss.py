@@ -9,20 +9,18 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.correction import correction_weights
 from headrace.policies.learners.objectives.regularizers import kl_estimate
 from headrace.policies.learners.objectives.token_sums import TokenSums
+from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
-
-    from headrace.policies.learners.objectives.config import ObjectiveConfig
-    from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

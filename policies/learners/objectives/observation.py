@@ -10,16 +10,14 @@ Shapes: M observed tokens of a micro-batch in row-major order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.token_sums import ObservationSums
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
-
-    from headrace.policies.learners.objectives.config import ObjectiveConfig
 
 _EMPTY = 1e-3
 """Added to denominators by the published code."""

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.policies.learners.objectives.tokens import TokenLoss
+from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from headrace.policies.learners.objectives.config import ObjectiveConfig
-    from headrace.policies.learners.objectives.tokens import TrainedTokens
 
 
 def grpo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:

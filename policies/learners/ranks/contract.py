@@ -9,19 +9,17 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from headrace.buffer.types import Batch, CheckpointRef
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.logprob_drift import DriftSums
 from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-    from typing import TypeAlias
-
-    from headrace.buffer.types import Batch, CheckpointRef
-    from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learners.config import LearnerConfig
 
 
@@ -69,8 +67,7 @@ class Ranks(Protocol):
         ...
 
 
-if TYPE_CHECKING:
-    StartRanks: TypeAlias = Callable[[LearnerConfig, CheckpointRef | None], Ranks]
+StartRanks: TypeAlias = "Callable[[LearnerConfig, CheckpointRef | None], Ranks]"
 
 
 def whole_step(parts: Sequence[RankStep]) -> RankStep:

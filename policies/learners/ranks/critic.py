@@ -29,17 +29,17 @@ from headrace.policies.learners.objectives.critic import explained_variance, tok
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy.typing as npt
+
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.micro_batches import MicroBatch, WeightedRow
+from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    import numpy.typing as npt
     from megatron.core.transformer import TransformerConfig
-
-    from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.micro_batches import MicroBatch, WeightedRow
-    from headrace.policies.models.qwen_config import QwenConfig
 
 FOLDER = "critic"
 """Folder of the critic's state beside that of the policy."""

@@ -12,7 +12,6 @@ import hashlib
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
@@ -37,11 +36,9 @@ from headrace.policies.models.qwen_config import QwenConfig
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-if TYPE_CHECKING:
-    from headrace.buffer.types import Batch, CheckpointRef
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.learners.config import LearnerConfig
+from headrace.buffer.types import Batch, CheckpointRef
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.config import LearnerConfig
 
 
 class MegatronRank:

@@ -9,19 +9,17 @@ Importing this module imports torch and megatron, so only the learner's thread m
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.policies.learners import megatron_model
+from headrace.policies.learners.micro_batches import MicroBatch
+from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from megatron.core.transformer import TransformerConfig
-
-    from headrace.policies.learners.micro_batches import MicroBatch
-    from headrace.policies.models.qwen_config import QwenConfig
 
 
 class ReferenceModel:

@@ -13,18 +13,17 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.policies.errors import LearnerSettingsInvalid
+from headrace.policies.learners.slime.config import SlimeSection
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.slime.config import SlimeSection
 
 OBJECTIVES: Final = ("grpo", "gspo", "cispo")
 """Objectives of ours that slime's `--advantage-estimator` computes in the same way."""

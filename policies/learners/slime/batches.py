@@ -13,19 +13,16 @@ In slime's words a row is a sample: a prompt, which ends before the first traine
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from headrace.buffer.row_limits import RowLimits
+from headrace.buffer.types import Batch, BatchItem, Row
 from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Mapping, Sequence
-
-    from headrace.buffer.row_limits import RowLimits
-    from headrace.buffer.types import Batch, BatchItem, Row
 
 PER_ROW = (
     *("tokens", "response_lengths", "rewards", "truncated", "loss_masks", "sample_indices", "rollout_ids"),

@@ -13,17 +13,14 @@ import importlib.util
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace.policies.errors import LearnerSettingsInvalid
+from headrace.policies.learners.slime.config import SlimeSection
 from headrace.sandboxes.child_environment import child_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.policies.learners.slime.config import SlimeSection
 
 logger = logging.getLogger(__name__)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import arguments
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 
 def parse(terms: arguments.SlimeTerms, *, load: Path, checkout: str) -> Namespace:

@@ -6,13 +6,10 @@ local to a node, every rank writes its part without an error, and the result lac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from headrace.policies.errors import LearnerSettingsInvalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 
 def leave_token(folder: Path, name: str, token: str) -> None:

@@ -3,10 +3,7 @@ when called. All other names are missing, as SGLang expects where a kernel is no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 
 def __getattr__(name: str) -> Callable[..., None]:

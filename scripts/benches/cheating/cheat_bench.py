@@ -10,27 +10,24 @@ import asyncio
 import io
 import tarfile
 import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
 from benches.cheating.repositories import PACKAGES, REPOSITORIES, CheatRepository
 from headrace.actors.evaluation.comparison import Baselines
 from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.repository import grade
+from headrace.actors.evaluation.verdict import Verdict
+from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from headrace.actors.evaluation.verdict import Verdict
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
 
 MORE_AGAINST: Final = ("functions", "unittest", "eval_cmd", "doctest")
 MAX_AT_ONCE: Final = 4

@@ -8,12 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 

@@ -14,24 +14,19 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from benches.cluster.ledger_times import wall_s
-from benches.cluster.processes import cpu_s, increase, is_of_ray, processes_of
+from benches.cluster.processes import HostProcess, cpu_s, increase, is_of_ray, processes_of
 from headrace.actors.errors import ConfigError
 from headrace.buffer.audit.verify import verify
-from support.cluster_rig import GUARD_S, QUICK, ROOT, WORKERS, running_cluster, wait_until
+from support.cluster_rig import GUARD_S, QUICK, ROOT, WORKERS, Cluster, ClusterRun, running_cluster, wait_until
 from support.ray_hosts import redis_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from benches.cluster.processes import HostProcess
-    from support.cluster_rig import Cluster, ClusterRun
 
 MOST_WALL: Final = 1.3
 MOST_RAY_CPU_MS: Final = 4.0

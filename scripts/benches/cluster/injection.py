@@ -9,25 +9,19 @@ Invariants:
 from __future__ import annotations
 
 import signal
+import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 
-from benches.cluster.faults import FaultKind
-from benches.cluster.processes import SERVE_REPLICA, actors, processes_of
-from support.cluster_rig import CONTROL, WORKERS, wait_until
+from benches.cluster.faults import Fault, FaultKind
+from benches.cluster.processes import SERVE_REPLICA, HostProcess, actors, processes_of
+from support.cluster_rig import CONTROL, WORKERS, Cluster, ClusterRun, wait_until
+from support.hosts import Host
 from support.ray_hosts import HEAD
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-
-    from benches.cluster.faults import Fault
-    from benches.cluster.processes import HostProcess
-    from support.cluster_rig import Cluster, ClusterRun
-    from support.hosts import Host
 
 CLIENT_LOG: Final = "client.log"
 ENDS_S: Final = 30.0

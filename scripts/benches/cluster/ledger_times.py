@@ -5,16 +5,13 @@ Times are Unix seconds of the control node. Steps that a resume has undone count
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.buffer.audit.evidence import read_only
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 FILES = ("ledger.db", "archive.db")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from support.hosts import Host
+from support.hosts import Host
 
 ACTOR: Final = re.compile(r"ray::([A-Za-z_]+)")
 """Title of a process of an actor: its class, and sometimes the method that it runs."""

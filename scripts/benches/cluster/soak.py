@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import orjson
 import typer
 
-from benches.cluster.faults import WITHOUT_SERVE, FaultKind, plan_faults
+from benches.cluster.faults import WITHOUT_SERVE, Fault, FaultKind, plan_faults
 from benches.cluster.injection import Injector
 from benches.cluster.ledger_times import Recovery, read_orders, read_steps, recovery
-from benches.cluster.processes import OF_THE_CLUSTER, actors, grown, increase, processes_of, resident_mib
+from benches.cluster.processes import OF_THE_CLUSTER, HostProcess, actors, grown, increase, processes_of, resident_mib
 from headrace.buffer.audit.verify import verify
-from support.cluster_rig import POLL_S, QUICK, WORKERS, running_cluster, wait_until
+from support.cluster_rig import POLL_S, QUICK, WORKERS, Cluster, ClusterRun, running_cluster, wait_until
 from support.control_rig import write_keys
 from support.ray_hosts import HEAD, redis_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from benches.cluster.faults import Fault
-    from benches.cluster.processes import HostProcess
-    from support.cluster_rig import Cluster, ClusterRun
 
 CPUS: Final = 6
 """CPUs of each node as Ray counts them: one node can hold everything of the run while another one is away."""

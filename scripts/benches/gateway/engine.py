@@ -8,20 +8,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import orjson
 from aiohttp import web
 
+from benches.gateway.workload import Answer
 from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.dialect import WireRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from benches.gateway.workload import Answer
 
 _VERSION = "1.0"
 

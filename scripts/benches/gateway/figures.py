@@ -11,10 +11,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benches.gateway.engine import ScriptedEngine
 from benches.gateway.hostile import measure_hostile
@@ -25,12 +26,8 @@ from benches.gateway.several import measure_several
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Answer, Texts, answers, outputs, request_head
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.rendering.render import Renderer
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from headrace.serve.rendering.render import Renderer
 
 LONG_TURNS: Final = 90
 LONG_OUTPUT_CHARACTERS: Final = 3_150

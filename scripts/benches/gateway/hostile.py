@@ -14,22 +14,19 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
 import psutil
 
+from benches.gateway.load import Bench, MeasuredAgent
 from benches.gateway.workload import request_head
 from headrace.serve.capture.session import SessionId, SessionSpec
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-
-    from benches.gateway.load import Bench, MeasuredAgent
-    from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.client import GatewayClient
 
 AT_ONCE: Final = 2
 LEAST_S: Final = 2.0

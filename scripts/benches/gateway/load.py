@@ -16,15 +16,17 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import aiohttp
 import orjson
 from opentelemetry.trace import NonRecordingSpan
 
+from benches.gateway.engine import ScriptedEngine
 from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
 from benches.gateway.relay import RelayProcess, relay_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
@@ -32,11 +34,6 @@ from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.observing.tracing import attempt_context, traceparent_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-
-    from benches.gateway.engine import ScriptedEngine
 
 AT_ONCE: Final = 40
 BATCHES: Final = 5

@@ -17,9 +17,10 @@ import re
 import sys
 from array import array
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import orjson
@@ -29,9 +30,6 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from benches.gateway.process import raise_open_files
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 _START_S: Final = 60.0
 _END: Final = "<|im_end|>"

@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -28,9 +29,6 @@ from benches.gateway.load import AT_ONCE, Bench, finish, run_agents
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, request_head
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.serve.gateway.client import GatewayClient
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 PAIRS: Final = 4
 _START_S: Final = 120.0

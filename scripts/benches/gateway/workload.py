@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +19,6 @@ import orjson
 from benches.gateway.model import END, code, prose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tokenizers import Tokenizer
 
 SYSTEM_CHARACTERS: Final = 30_000

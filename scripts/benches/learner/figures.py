@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -32,12 +32,9 @@ from headrace.buffer.types import (
 )
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
-from headrace.policies.learners.megatron_trainer import open_trainer
+from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
-
-if TYPE_CHECKING:
-    from headrace.policies.learners.megatron_trainer import MegatronTrainer
 
 SIZES: Final = {
     "vocab_size": 4096,

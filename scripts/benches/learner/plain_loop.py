@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from headrace.buffer.types import BatchItem
+from headrace.policies.models.qwen_config import QwenConfig
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import Tensor
-
-    from headrace.buffer.types import BatchItem
-    from headrace.policies.models.qwen_config import QwenConfig
 
 
 class PlainLoop:

@@ -16,19 +16,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.processes.parent_death import die_with_parent
+from headrace.policies.push.tensors import Bucket
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from torch import Tensor
-
-    from headrace.policies.push.tensors import Bucket
 
 ROUND_TIMEOUT_S = 120.0
 

@@ -13,10 +13,11 @@ import asyncio
 import json
 import math
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 from opentelemetry.trace import NoOpTracer
@@ -29,21 +30,16 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
+from headrace.policies.push.contract import PushConfig, PushReport
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
+from headrace.policies.push.machine import Step
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session import SessionId
 from headrace.serve.capture.session_usage import UsageClock
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from headrace.policies.push.contract import PushConfig, PushReport
-    from headrace.policies.push.machine import Step
 
 PROMPT_TOKENS = 4
 TURN_DEADLINE_S = 600.0

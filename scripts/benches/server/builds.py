@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.layers import UnpackLimits
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _LAYERS = 6
 _AT_ONCE = 16

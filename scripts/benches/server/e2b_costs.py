@@ -16,16 +16,14 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 import psutil
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 _START_S: Final = 60.0
 _KEY: Final = {"X-API-KEY": "any"}

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benches.gateway.engine import ScriptedEngine
 from benches.gateway.load import AT_ONCE, Bench
 from benches.gateway.model import write_model
 from benches.gateway.workload import answers
-from benches.load import OBJECT_STORE_BYTES, load_plan, run_load
+from benches.load import OBJECT_STORE_BYTES, Loaded, load_plan, run_load
 from benches.rollout_costs import measure as measure_rollouts
 from benches.rollout_costs import service_ms, service_ratio
 from benches.tracing.collector import collector
@@ -29,11 +30,6 @@ from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_lo
 from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.serve.observing import span_names
 from headrace.serve.observing.telemetry import TelemetryConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from benches.load import Loaded
 
 PARTS: Final = ("span", "quickstart", "gateway", "simulated", "collector")
 BOUNDS: Final = {

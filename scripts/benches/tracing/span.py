@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from opentelemetry import trace
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.trace import Tracer
+from opentelemetry.util.types import AttributeValue
 
-from headrace.serve.observing.recorder import SpanRecorder
+from headrace.serve.observing.recorder import RecordedSpan, SpanRecorder
 from headrace.serve.observing.span_files import line_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.trace import Tracer
-    from opentelemetry.util.types import AttributeValue
-
-    from headrace.serve.observing.recorder import RecordedSpan
 
 ROUNDS: Final = 15
 SPANS: Final = 2000

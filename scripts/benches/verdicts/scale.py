@@ -17,18 +17,16 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import orjson
 
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 MOST_S: Final = 2.0
 STEPS: Final = 11

@@ -11,13 +11,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benches.verdicts.planted import Cause
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 LEAST_PHASE_RECALL: Final = 0.95
 LEAST_FACTOR_RECALL: Final = 0.9

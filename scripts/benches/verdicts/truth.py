@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from statistics import median
-from typing import TYPE_CHECKING
 
-from benches.verdicts.planted import Cause
+from benches.verdicts.planted import Cause, Planted
+from headrace.buffer.audit.evidence import Evidence
+from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.types import Cause as End
-
-if TYPE_CHECKING:
-    from benches.verdicts.planted import Planted
-    from headrace.buffer.audit.evidence import Evidence
-    from headrace.buffer.breakdown import Breakdown
-    from headrace.buffer.types import RolloutId
+from headrace.buffer.types import RolloutId
 
 LABELS = ("host", "image", "engines", "task")
 

@@ -15,11 +15,11 @@ import logging
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benches.verdicts.planted import CAUSES, Cause, Planted, planted_run
 from benches.verdicts.scores import RunScore, summarize
@@ -29,11 +29,7 @@ from headrace.actors.slowness.factors import LEAST_SUPPORT
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.verdicts import SlowReport, explain
 from headrace.buffer.audit.evidence import read_evidence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headrace.buffer.types import RolloutId
+from headrace.buffer.types import RolloutId
 
 PROCESSES: Final = 2
 MOST_DRAWS: Final = 10

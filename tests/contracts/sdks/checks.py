@@ -6,10 +6,8 @@ import functools
 import json
 import os
 import traceback
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Any
 
 BASE_URL, CLOSED_URL = os.environ["BASE_URL"], os.environ["CLOSED_URL"]
 ADD = {

@@ -13,17 +13,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from support.scripted_engine import segments
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from support.replays.player import Played
-    from support.scripted_engine import Sampled
+from support.replays.player import Played
+from support.scripted_engine import Sampled, segments
 
 WORDS = re.compile(r"mk\d+x")
 

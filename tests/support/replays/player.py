@@ -7,20 +7,16 @@ import copy
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from support.gateway_rig import WIRES, Client
+import aiohttp
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import aiohttp
-
-    from support.gateway_rig import Reply
-    from support.replays.sessions import Json
-    from support.scripted_engine import Ask
+from support.gateway_rig import WIRES, Client, Reply
+from support.replays.sessions import Json
+from support.scripted_engine import Ask
 
 MARKER = re.compile(r"mk\d+x")
 
