@@ -12,8 +12,8 @@ from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_counts import LedgerCounts
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
-from headrace.buffer.core.mix.names import SEPARATOR
 from headrace.buffer.core.records import RolloutState
+from headrace.buffer.core.source_names import SEPARATOR
 from headrace.buffer.ledger.archive import ARCHIVE
 
 SETTLED_S: Final = 1.0

@@ -33,7 +33,7 @@ from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.service import Services
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.buffer.breakdown import EVALUATE_CHECK
-from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.source_names import source_name
 from headrace.buffer.task_parts import TaskLimits, least
 from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder

@@ -22,7 +22,7 @@ from typing import Any, Final
 import orjson
 
 from headrace.actors.rollouts.answers import Answer, json_bytes
-from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.source_names import source_name
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 

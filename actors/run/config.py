@@ -40,8 +40,8 @@ from headrace.actors.section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.mix.names import source_name
-from headrace.buffer.core.mix.sources import Source
+from headrace.buffer.core.source_names import source_name
+from headrace.buffer.core.task_sources.shares import Source
 from headrace.buffer.step_scores import Credit
 from headrace.buffer.tasks import Task
 from headrace.policies.learners.config import LearnerConfig

@@ -75,7 +75,7 @@ from headrace.actors.services.clients import check_services, refuse_missing_serv
 from headrace.actors.services.config import ServiceKind
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
-from headrace.buffer.core.mix.names import id_in_run
+from headrace.buffer.core.source_names import id_in_run
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock

@@ -25,9 +25,9 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.storage.ledger_copies import LedgerCopies
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.mix.names import source_name
-from headrace.buffer.core.mix.sources import Source
 from headrace.buffer.core.replay import BufferStatus
+from headrace.buffer.core.source_names import source_name
+from headrace.buffer.core.task_sources.shares import Source
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack

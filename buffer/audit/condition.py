@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.buffer.audit.evidence import has_begun, read_evidence, read_only
-from headrace.buffer.core.mix.names import ended_counter
 from headrace.buffer.core.records import RolloutState
+from headrace.buffer.core.source_names import ended_counter
 from headrace.buffer.ledger.ledger import SOURCES, unreadable
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 

@@ -24,7 +24,6 @@ from typing import Any, Final, TypeVar
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
 from headrace.buffer.codec import decode
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
-from headrace.buffer.core.mix.names import ended_counter, source_name
 from headrace.buffer.core.records import (
     FINAL,
     AttemptRecord,
@@ -38,6 +37,7 @@ from headrace.buffer.core.records import (
     RolloutState,
     TaskRecord,
 )
+from headrace.buffer.core.source_names import ended_counter, source_name
 from headrace.buffer.errors import CodecError, LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
 from headrace.buffer.ledger.ledger import SOURCES, check_schema, newest_copy_of, unreadable

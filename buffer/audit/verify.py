@@ -21,7 +21,6 @@ from headrace.buffer.audit.evidence import Evidence, StreamedEvidence, Witness, 
 from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.audit.verify_groups import GroupAudit
 from headrace.buffer.core.classification import FAILED, trained_tokens
-from headrace.buffer.core.mix.names import ended_counter
 from headrace.buffer.core.outages import COUNTED
 from headrace.buffer.core.records import (
     FINAL,
@@ -34,6 +33,7 @@ from headrace.buffer.core.records import (
     RolloutRecord,
     RolloutState,
 )
+from headrace.buffer.core.source_names import ended_counter
 from headrace.buffer.types import BatchId, Cause, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 

@@ -26,7 +26,6 @@ from heapq import nsmallest
 from headrace.buffer.core.batch_queue import untrainable
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.epochs import Epochs
-from headrace.buffer.core.mix.sources import Mix
 from headrace.buffer.core.records import (
     BatchMember,
     BatchRecord,
@@ -39,6 +38,7 @@ from headrace.buffer.core.records import (
 from headrace.buffer.core.staleness import evict, stalest
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.core.task_sources.shares import Mix
 from headrace.buffer.core.training_path import digest_of
 from headrace.buffer.errors import DataExhausted, LeaseError, VersionMismatch
 from headrace.buffer.sanitizer import clean_text, plain_metrics

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final, Literal
 
-from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.core.records import TaskRecord
+from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.tasks import Task, TaskId
 

@@ -15,13 +15,13 @@ from dataclasses import replace
 from numbers import Integral
 
 from headrace.buffer.core.classification import classify
-from headrace.buffer.core.mix.sources import Mix
 from headrace.buffer.core.outages import COUNTED, Outages
 from headrace.buffer.core.records import AttemptRecord, GroupRecord, GroupState, RolloutRecord, RolloutState
 from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.staleness import evict
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.core.task_sources.shares import Mix
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, Receipt, ReceiptStatus, RolloutId, RolloutResult

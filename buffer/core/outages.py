@@ -22,8 +22,8 @@ from datetime import UTC, datetime
 from typing import Final
 
 from headrace.buffer.core.classification import FAILED
-from headrace.buffer.core.mix.names import source_name
 from headrace.buffer.core.records import AttemptRecord, Charge, Component, HostFailures, OutageRecord
+from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.suspect_hosts import HostRecords
 from headrace.buffer.core.task_history import TaskHistory

@@ -26,14 +26,14 @@ from headrace.buffer.core.curriculum import TaskCursor, TaskStream
 from headrace.buffer.core.epochs import Epochs
 from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.interventions import Interventions
-from headrace.buffer.core.mix.admission import Admission
-from headrace.buffer.core.mix.sources import Mix, Source
 from headrace.buffer.core.outages import Outages, RecentEnds
 from headrace.buffer.core.records import BatchRecord, EvaluationRecord, Record, RolloutRecord, RolloutState, Snapshot
 from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.core.task_sources.admission import Admission
+from headrace.buffer.core.task_sources.shares import Mix, Source
 from headrace.buffer.row_limits import RowLimits
 from headrace.buffer.sanitizer import clean_text, plain_int, plain_version
 from headrace.buffer.tasks import TaskId

@@ -28,10 +28,10 @@ from headrace.buffer.core.advantages import (
     zero_variance,
 )
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.mix.sources import Mix
 from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, RolloutRecord, RolloutState
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.core.task_sources.shares import Mix
 from headrace.buffer.types import Cause, GroupId, RolloutId
 
 

@@ -21,7 +21,6 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from headrace.buffer.core.advantages import RewardSpread
-from headrace.buffer.core.mix.names import ended_counter, source_name
 from headrace.buffer.core.records import (
     FINAL,
     OUTAGES_KEPT,
@@ -42,6 +41,7 @@ from headrace.buffer.core.records import (
     Snapshot,
     TaskRecord,
 )
+from headrace.buffer.core.source_names import ended_counter, source_name
 from headrace.buffer.core.training_path import TrainingPath
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import GroupId, RolloutId

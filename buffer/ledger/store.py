@@ -21,9 +21,9 @@ from typing import Self
 from headrace.buffer.core.batches import carried_from
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
-from headrace.buffer.core.mix.sources import Source
 from headrace.buffer.core.records import BatchRecord, Charge, EvaluationRecord
 from headrace.buffer.core.replay import BufferStatus, ReplayBuffer
+from headrace.buffer.core.task_sources.shares import Source
 from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger.ledger import SOURCES, TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.ledger.writer import LedgerWriter

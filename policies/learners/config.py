@@ -13,7 +13,7 @@ from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
 from headrace.policies.learners.objectives.config import PPO, ObjectiveConfig
 from headrace.policies.learners.objectives.critic import CriticSection
 from headrace.policies.learners.simulated import SimulatedLearnerConfig
-from headrace.policies.learners.slime.config import SlimeSection
+from headrace.policies.learners.slime_config import SlimeSection
 from headrace.policies.tokens.model_keys import read_vocabulary_size
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]

@@ -13,7 +13,7 @@ import torch
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import arguments, checkout
-from headrace.policies.learners.slime.config import SlimeSection
+from headrace.policies.learners.slime_config import SlimeSection
 from support import slime_rig as rig
 from support.slime_samples import both, flags_of_slime
 

@@ -17,7 +17,7 @@ from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import plan_config
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import Evidence, read_evidence
-from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.source_names import source_name
 
 CHECK_S = 100.0
 PLAN = SimulationPlan(

@@ -16,10 +16,10 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
-from headrace.buffer.core.mix.names import source_name
-from headrace.buffer.core.mix.sources import Mix, Source
 from headrace.buffer.core.records import BatchRecord, RolloutState, Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
+from headrace.buffer.core.source_names import source_name
+from headrace.buffer.core.task_sources.shares import Mix, Source
 from headrace.buffer.errors import DataExhausted, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import Task, TaskId

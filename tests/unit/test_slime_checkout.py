@@ -10,7 +10,7 @@ import pytest
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import checkout
-from headrace.policies.learners.slime.config import SlimeSection
+from headrace.policies.learners.slime_config import SlimeSection
 
 
 def write_sources(root: Path, used: object) -> Path:

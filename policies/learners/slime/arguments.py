@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.policies.errors import LearnerSettingsInvalid
-from headrace.policies.learners.slime.config import SlimeSection
+from headrace.policies.learners.slime_config import SlimeSection
 
 if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig

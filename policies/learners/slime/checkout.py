@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.policies.errors import LearnerSettingsInvalid
-from headrace.policies.learners.slime.config import SlimeSection
+from headrace.policies.learners.slime_config import SlimeSection
 from headrace.sandboxes.child_environment import child_environment
 
 logger = logging.getLogger(__name__)

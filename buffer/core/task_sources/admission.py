@@ -18,9 +18,9 @@ from typing import Final
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskCursor
-from headrace.buffer.core.mix.sources import Mix, Source
 from headrace.buffer.core.records import FINAL, RolloutState
 from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_sources.shares import Mix, Source
 
 LEAST_YIELD: Final = 0.25
 """Lower limit of a yield: a source starts at most four rollouts for each one that it needs."""

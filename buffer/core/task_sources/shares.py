@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.mix.names import source_name
+from headrace.buffer.core.source_names import source_name
 from headrace.buffer.tasks import TaskId
 
 
