@@ -1,4 +1,4 @@
-"""Graph of imports between modules: finds cycles, and imports that go upwards in a package's order.
+"""Graph of imports between modules, and its shape: no cycles, and at no depth two neighbours that import each other.
 
 Imports for type checkers and those inside functions count like all others: a reader has to follow them too.
 """
@@ -6,66 +6,15 @@ Imports for type checkers and those inside functions count like all others: a re
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
+from typing import Final, TypeAlias
 
-ORDER: dict[str, tuple[str, ...]] = {
-    "sandboxes": (
-        *(
-            "errors",
-            "base",
-            "capture",
-            "kernel",
-            "launcher",
-            "command_streams",
-            "private_folders",
-            "key_files",
-            "child_environment",
-            "host_program",
-            "images",
-            "leftovers",
-        ),
-        *("leftovers", "local", "doctor", "e2b", "unprotected", "oci", "retry", "pool", "remote"),
-        "simulated",
-    ),
-    "buffer": (
-        *(
-            "errors",
-            "repositories",
-            "task_parts",
-            "verifiers",
-            "tasks",
-            "versions",
-            "token_kinds",
-            "step_scores",
-            "breakdown",
-            "types",
-            "sanitizer",
-            "codec",
-            "packing",
-            "row_limits",
-        ),
-        *("primitives", "core", "ledger", "audit", "datasets"),
-    ),
-    "policies": (
-        *("cancellation", "errors", "transport_errors", "engine", "learner"),
-        *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "miniatures", "learners"),
-    ),
-    "serve": (
-        *("conversation", "errors", "observing", "parsing", "rendering", "capture", "dialects", "exports"),
-        *("gateway", "gateway_processes", "e2b_sandboxes", "e2b", "exec"),
-    ),
-    "actors": (
-        *("errors", "section", "version", "chat", "templates", "in_sandbox", "record"),
-        *("node_files", "slowness", "traces", "storage"),
-        "runtime",
-        *("simulated", "places", "engine_group", "services", "evaluation", "agents", "environments", "loop"),
-        *("agent_kinds", "training", "exposition", "observer"),
-        *("rollouts", "cluster", "mix", "run", "runs", "control", "held_out", "simulation", "tuning", "cli"),
-    ),
-}
-"""Modules and folders of each package, lowest first: each may import those before it."""
+PACKAGES: Final = ("sandboxes", "buffer", "policies", "serve", "actors")
+Arrow: TypeAlias = tuple[str, str]
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
@@ -76,7 +25,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
-    for package in ORDER:
+    for package in PACKAGES:
         for path in (root / package).rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
@@ -96,31 +45,38 @@ def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
                 yield found
 
 
-def cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return modules that import each other in a cycle, with the first one repeated at the end; empty if there is no
-    cycle."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-def misplaced(graph: Mapping[str, set[str]]) -> list[str]:
-    """Return the violations of each package's order: imports that go upwards in it, and modules or folders missing from
-    it."""
-    units = sorted({(name.split(".")[0], name.split(".")[1]) for name in graph if "." in name})
-    problems = [f"{package}/{unit} is missing from ORDER" for package, unit in units if unit not in ORDER[package]]
+def arrows(graph: Mapping[str, set[str]]) -> dict[str, dict[Arrow, Arrow]]:
+    """Return the imports between the entries of each folder, with one import of modules for each that shows it: what
+    `a.b.c` imports of `a.d.e` is an arrow from `b` to `d` in the folder `a`."""
+    found: dict[str, dict[Arrow, Arrow]] = defaultdict(dict)
     for name, imported in sorted(graph.items()):
-        problems += [
-            f"{name} imports {other}, which is above it" for other in sorted(imported) if _is_above(other, name)
-        ]
+        for other in sorted(imported):
+            ours, theirs = name.split("."), other.split(".")
+            depth = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+            if depth:
+                found[".".join(ours[:depth])].setdefault((ours[depth], theirs[depth]), (name, other))
+    return found
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the violations of order: modules that import each other in a cycle, and entries of a folder that do."""
+    problems = []
+    if circle := _cycle(graph):
+        problems.append(f"these modules import each other in a cycle: {' -> '.join(circle)}")
+    for folder, inside in sorted(arrows(graph).items()):
+        neighbours: dict[str, set[str]] = defaultdict(set)
+        for one, other in inside:
+            neighbours[one].add(other)
+        if circle := _cycle(neighbours):
+            shown = (" imports ".join(inside[pair]) for pair in pairwise(circle))
+            problems.append(f"neighbours in {folder} import each other: {', '.join(shown)}")
     return problems
 
 
-def _is_above(other: str, name: str) -> bool:
-    (package, *place), (its_package, *its_place) = name.split("."), other.split(".")
-    if package != its_package or not place or not its_place:
-        return False
-    order = ORDER[package]
-    return {place[0], its_place[0]} <= set(order) and order.index(its_place[0]) > order.index(place[0])
+def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return what imports each other in a cycle, with the first one repeated at the end; empty if there is no cycle."""
+    try:
+        TopologicalSorter({name: set(imported) for name, imported in graph.items()}).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []

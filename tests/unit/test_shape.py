@@ -9,41 +9,63 @@ from pathlib import Path
 import pytest
 
 SHAPE = Path(__file__).resolve().parents[2] / "scripts" / "shape.py"
-FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.buffer.{0} import X\n"
-METHODS = "".join(f"    def m{number}(self): ...\n" for number in range(26))
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.{0} import X\n"
 BODY = "    x = 1\n"
 FAULTS = {
     "a circle": (
         {
             "buffer/tasks.py": "def f():\n    import headrace.buffer.types\n",
-            "buffer/types.py": FOR_TYPES.format("tasks"),
+            "buffer/types.py": FOR_TYPES.format("buffer.tasks"),
         },
         "these modules import each other in a cycle: buffer.t",
     ),
-    "an import that goes upwards": (
-        {"sandboxes/base.py": "from headrace.sandboxes.pool import slots\n", "sandboxes/pool/slots.py": ""},
-        "sandboxes.base imports sandboxes.pool.slots, which is above it",
+    "neighbours in a package": (
+        {
+            "sandboxes/base.py": "from headrace.sandboxes.pool import slots\n",
+            "sandboxes/pool/slots.py": "",
+            "sandboxes/pool/warm.py": FOR_TYPES.format("sandboxes.base"),
+        },
+        "neighbours in sandboxes import each other: ",
     ),
-    "an import of a name that goes upwards": (
-        {"serve/capture/trie.py": "from headrace.serve.gateway.turns import X\n", "serve/gateway/turns.py": ""},
-        "serve.capture.trie imports serve.gateway.turns, which is above it",
+    "neighbours three folders deep": (
+        {
+            "buffer/core/mix/names.py": "",
+            "buffer/core/mix/admission.py": "from headrace.buffer.core.curriculum import X\n",
+            "buffer/core/curriculum.py": "def f():\n    from headrace.buffer.core.mix import names\n",
+        },
+        "buffer.core.curriculum imports buffer.core.mix.names",
     ),
-    "a folder in no order": ({"serve/new/thing.py": ""}, "serve/new is missing from ORDER"),
-    "a module in no order": ({"serve/new.py": ""}, "serve/new is missing from ORDER"),
+    "a circle of three neighbours": (
+        {
+            "serve/a/b/one/x.py": "from headrace.serve.a.b.two import y\n",
+            "serve/a/b/two/y.py": "",
+            "serve/a/b/two/z.py": "from headrace.serve.a.b import three\n",
+            "serve/a/b/three.py": "import headrace.serve.a.b.one.w\n",
+            "serve/a/b/one/w.py": "",
+        },
+        "neighbours in serve.a.b import each other: ",
+    ),
     "a long function": ({"serve/errors.py": f"def f():\n{BODY * 70}"}, "serve/errors.py:1 f: 71 lines, at most 70"),
-    "a class with many methods": (
-        {"serve/errors.py": f"class C:\n{METHODS}"},
-        "serve/errors.py:1 C: 27 lines and 26 methods, at most 300 and 25",
-    ),
     "functions with one caller": (
         {"serve/errors.py": "".join(f"def f{n}(): _g{n}()\ndef _g{n}(): pass\n" for n in range(50))},
         "50.0% of the functions are private and have one caller, at most 8%; one is serve/errors.py _g49",
     ),
-    "a long class": ({"serve/errors.py": f"class C:\n{BODY * 300}"}, "C: 301 lines and 0 methods, at most 300 and 25"),
-    "a folder of many modules": (
-        {f"serve/capture/m{number}.py": "" for number in range(21)},
-        "serve/capture: 21 modules, at most 20",
+    "a long class": (
+        {"serve/errors.py": f"class C:\n{BODY * 400}"},
+        "headrace.serve.errors.C: 401 lines with its bases, at most 400",
     ),
+    "a class cut in two": (
+        {
+            "serve/errors.py": f"from headrace.serve.base import B\nclass C(B):\n{BODY * 200}",
+            "serve/base.py": f"class B(C):\n{BODY * 199}class C:\n{BODY}",
+        },
+        "headrace.serve.errors.C: 403 lines with its bases, at most 400",
+    ),
+    "a folder of many entries": (
+        {f"serve/capture/m{number}.py": "" for number in range(24)} | {"serve/capture/templates/page.html": ""},
+        "serve/capture: 25 files and folders, at most 24",
+    ),
+    "a deep folder": ({"serve/a/b/c/d.py": "", "serve/a/b/c/d/e.py": ""}, "serve/a/b/c/d: 5 folders deep, at most 4"),
 }
 
 
