@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from headrace.serve.dialects.chat import COMPLETION_PREFIX, KIND, WARNING
+from headrace.serve.gateway.dialects.chat import COMPLETION_PREFIX, KIND, WARNING
 
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
 UNREACHED_S = 30.0

@@ -60,7 +60,7 @@ from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.run import exit_codes
-from headrace.serve.exports.export_form import ExportForm
+from headrace.serve.gateway.exports.export_form import ExportForm
 
 if TYPE_CHECKING:
     from headrace.actors.run.summary import RunSummary
@@ -474,8 +474,8 @@ def serve_gateway(
 ) -> None:
     """Serve a token-exact proxy in front of engines. Agents use Anthropic Messages, OpenAI Chat Completions or
     Responses; you get every sampled token: POST /sessions opens a session, POST /sessions/ID/finish returns it."""
-    from headrace.serve.gateway.standalone import StandaloneOptions
-    from headrace.serve.gateway_processes.program import serve_gateway
+    from headrace.serve.gateway.http.standalone import StandaloneOptions
+    from headrace.serve.gateway.processes.program import serve_gateway
 
     options = StandaloneOptions(
         engine_urls=tuple(url.strip().rstrip("/") for url in engine.split(",") if url.strip()),
@@ -556,7 +556,7 @@ def serve_sandboxes(
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
     provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
     from headrace.actors.evaluation.patch import apply_patch
-    from headrace.serve.exec.server import ServeOptions, serve
+    from headrace.serve.sandbox_servers.exec.server import ServeOptions, serve
 
     options = ServeOptions(
         host=host,

@@ -18,7 +18,7 @@ from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAI
 from headrace.buffer.errors import ReplayError, TaskFileError
 from headrace.policies.errors import LearnerError, PolicyError
 from headrace.sandboxes.errors import SandboxError
-from headrace.serve.errors import ServeError
+from headrace.serve.gateway.errors import ServeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,8 +13,8 @@ from headrace.actors.engine_group.registry import EngineRegistry
 from headrace.actors.errors import ActorLost
 from headrace.actors.places.gateway import GatewayActor
 from headrace.policies.engine import EngineId, RequestId
-from headrace.serve.gateway.gateway import GatewayStats
-from headrace.serve.gateway.routing import RoutingTable
+from headrace.serve.gateway.http.gateway import GatewayStats
+from headrace.serve.gateway.http.routing import RoutingTable
 
 logger = logging.getLogger(__name__)
 

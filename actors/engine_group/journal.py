@@ -28,7 +28,7 @@ from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSna
 from headrace.policies.push.contract import PushReport
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import ORDER, Phase, Step
-from headrace.serve.observing.retention import RetentionConfig, RotatingFile
+from headrace.serve.tracing.retention import RetentionConfig, RotatingFile
 
 logger = logging.getLogger(__name__)
 

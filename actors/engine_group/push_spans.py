@@ -17,7 +17,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.push.contract import Journal, PushReport
 from headrace.policies.push.machine import Step
-from headrace.serve.observing import span_names as names
+from headrace.serve.tracing import span_names as names
 
 tracer = trace.get_tracer("headrace.actors.engine_group.push_spans")
 

@@ -19,7 +19,7 @@ from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 
 REMEMBERED = 16
 """Number of engines that are gone but still listed."""

@@ -32,8 +32,8 @@ from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.boot import LeaseRequest
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import context_from, describe, traceparent_of
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.tracing import context_from, describe, traceparent_of
 
 tracer = trace.get_tracer("headrace.actors.evaluation.evaluator")
 

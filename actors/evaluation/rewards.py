@@ -25,7 +25,7 @@ from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpa
 from headrace.buffer.tasks import EvaluatorPart, RewardMap
 
 if TYPE_CHECKING:
-    from headrace.serve.capture.rows import Lineage
+    from headrace.serve.gateway.capture.rows import Lineage
 
 
 def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:

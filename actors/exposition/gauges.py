@@ -18,7 +18,7 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.record.running import FOLDER, STUCK, read_running
 from headrace.actors.slowness.in_flight import SILENT_S
 from headrace.actors.traces.store import SpanFolder
-from headrace.serve.observing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
+from headrace.serve.tracing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
 
 logger = logging.getLogger(__name__)
 

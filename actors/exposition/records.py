@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from headrace.serve.observing.retention import Tail
+from headrace.serve.tracing.retention import Tail
 
 
 class NewestRecords:

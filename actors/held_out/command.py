@@ -54,7 +54,7 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoint_retention import best_checkpoint, kept_checkpoints, version_of
 from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints
 from headrace.policies.models.model_files import weight_files
-from headrace.serve.observing.progress import starting
+from headrace.serve.tracing.progress import starting
 
 START_VERSION = PolicyVersion(1, 0)
 """Version given to a recipe's model, as in a run."""

@@ -29,7 +29,7 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import Runtime
 from headrace.buffer.tasks import Task
 from headrace.policies.learner import WeightsSnapshot
-from headrace.serve.observing.progress import Progress
+from headrace.serve.tracing.progress import Progress
 
 SUPERVISION_S = 1.0
 

@@ -39,7 +39,7 @@ from headrace.buffer.breakdown import TOOL
 from headrace.buffer.task_parts import least
 from headrace.buffer.tasks import Task
 from headrace.sandboxes.base import HostFolder, Sandbox
-from headrace.serve.observing import span_names
+from headrace.serve.tracing import span_names
 
 tracer = trace.get_tracer("headrace.actors.loop.agent")
 

@@ -24,7 +24,7 @@ from headrace.actors.traces.exporting import FOLDER, TraceExport
 from headrace.actors.traces.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.daemon_thread import start_in_thread
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 PAGE: Final = "page.json"
 """Address and token of the page."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import orjson
 
-from headrace.serve.observing.retention import Tail, kept_files
+from headrace.serve.tracing.retention import Tail, kept_files
 
 KEPT: Final = {"step": 20_000}
 """Number of records that are kept of a kind."""

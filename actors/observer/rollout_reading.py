@@ -22,7 +22,7 @@ from headrace.actors.record.log_lines import logs_in
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.serve.observing.retention import kept_files
+from headrace.serve.tracing.retention import kept_files
 
 MAX_ATTEMPTS: Final = 50
 MAX_LINES: Final = 200

@@ -24,11 +24,11 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.policies.engine import EngineId
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway, GatewayStats
-from headrace.serve.gateway.placement import stable_ports
-from headrace.serve.gateway.routing import RoutingTable
-from headrace.serve.gateway.standalone import portioned_collections
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway, GatewayStats
+from headrace.serve.gateway.http.placement import stable_ports
+from headrace.serve.gateway.http.routing import RoutingTable
+from headrace.serve.gateway.http.standalone import portioned_collections
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from headrace.actors.runtime.operations import OperationCalls, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, Lease, LeaseRequest
-from headrace.serve.observing import span_names
+from headrace.serve.tracing import span_names
 
 LEASE_S: Final = 60.0
 """Lease term, which is longer than a pool takes to restart."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.actors.record.metrics import MetricsLog
-from headrace.serve.observing.retention import RetentionConfig
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.retention import RetentionConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

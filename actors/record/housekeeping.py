@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.serve.observing.retention import (
+from headrace.serve.tracing.retention import (
     DAY_S,
     RetentionConfig,
     is_older_file,

@@ -24,7 +24,7 @@ import orjson
 
 from headrace.actors.record.logs import MAX_LINE_BYTES, log_path
 from headrace.actors.record.node_copies import folders_of_nodes
-from headrace.serve.observing.retention import OLDER, older_files
+from headrace.serve.tracing.retention import OLDER, older_files
 
 CHUNK_BYTES: Final = 1 << 20
 LONGEST_BYTES: Final = MAX_LINE_BYTES

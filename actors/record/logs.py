@@ -24,9 +24,9 @@ from typing import Any, Final
 import orjson
 from opentelemetry import context, trace
 
-from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-from headrace.serve.observing.retention import RetentionConfig, RotatingFile
-from headrace.serve.observing.tracing import trace_id_text
+from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
+from headrace.serve.tracing.retention import RetentionConfig, RotatingFile
+from headrace.serve.tracing.tracing import trace_id_text
 
 MAX_MESSAGE: Final = 8_000
 MAX_EXCEPTION: Final = 16_000

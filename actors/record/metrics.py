@@ -26,7 +26,7 @@ import orjson
 
 from headrace.actors.record.service_totals import ServiceTotals
 from headrace.buffer.types import TokenRatios
-from headrace.serve.observing.retention import RetentionConfig, RotatingFile, kept_files
+from headrace.serve.tracing.retention import RetentionConfig, RotatingFile, kept_files
 
 TAIL_BYTES = 1 << 16
 """Number of bytes first read from the end of a file when only the last record is needed."""

@@ -23,7 +23,7 @@ from headrace.buffer.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Brea
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
 
 if TYPE_CHECKING:
-    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.gateway.capture.rows import SessionReport
 
 SERVICE_PHASE: Final = "service."
 """Prefix of the phases of services, which take a part of the agent's time."""

@@ -38,7 +38,7 @@ from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import Task, tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
-from headrace.serve.observing import span_names as names
+from headrace.serve.tracing import span_names as names
 
 if TYPE_CHECKING:
     from headrace.actors.rollouts.worker import RolloutWorker

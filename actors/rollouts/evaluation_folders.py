@@ -41,7 +41,7 @@ from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
-    from headrace.serve.capture.rows import TranscriptTurn
+    from headrace.serve.gateway.capture.rows import TranscriptTurn
 
 MAX_CONVERSATION_BYTES, MAX_PATCH_BYTES, MAX_LOG_BYTES = 8 << 20, 4 << 20, 1 << 20
 TRUNCATED = b"\n[cut here: over the cap]\n"

@@ -18,8 +18,8 @@ from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 
 if TYPE_CHECKING:
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.gateway.client import OpenedSession
+    from headrace.serve.gateway.capture.rows import SessionReport
+    from headrace.serve.gateway.http.client import OpenedSession
 
 MAX_RESULT_CHARACTERS, MAX_COMMANDS = 4000, 1000
 

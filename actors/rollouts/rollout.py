@@ -38,14 +38,14 @@ from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import QueueTimeout, SandboxError
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-from headrace.serve.capture.events import Exhausted
-from headrace.serve.errors import ServeError
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import current_trace_id, traceparent_of
+from headrace.serve.gateway.capture.events import Exhausted
+from headrace.serve.gateway.errors import ServeError
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.tracing import current_trace_id, traceparent_of
 
 if TYPE_CHECKING:
-    from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.gateway.client import OpenedSession
+    from headrace.serve.gateway.capture.rows import SessionReport
+    from headrace.serve.gateway.http.client import OpenedSession
 
 ANSWER_S = 5.0
 """Time allowed for a pool to report that a deadline has passed."""

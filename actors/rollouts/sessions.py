@@ -31,13 +31,13 @@ from headrace.buffer.breakdown import GATE
 from headrace.buffer.types import RolloutOrder, Row, Trajectory, VersionSpan
 from headrace.policies.engine import Completion
 from headrace.policies.learners.simulated import VOCABULARY, SimulatedEngine
-from headrace.serve.capture.events import Exhausted
-from headrace.serve.capture.rows import Lineage, SessionReport, report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.capture.session_usage import UsageClock
-from headrace.serve.errors import GatewayUnreachable, SessionUnknown
-from headrace.serve.gateway.client import GatewayClient, OpenedSession
-from headrace.serve.gateway.placement import place_of
+from headrace.serve.gateway.capture.events import Exhausted
+from headrace.serve.gateway.capture.rows import Lineage, SessionReport, report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session_usage import UsageClock
+from headrace.serve.gateway.errors import GatewayUnreachable, SessionUnknown
+from headrace.serve.gateway.http.client import GatewayClient, OpenedSession
+from headrace.serve.gateway.http.placement import place_of
 
 
 class Sessions(Protocol):

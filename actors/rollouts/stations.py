@@ -39,9 +39,9 @@ from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.types import Purpose, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec, TrainedPart
-from headrace.serve.gateway.client import OpenedSession
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId, SessionSpec, TrainedPart
+from headrace.serve.gateway.http.client import OpenedSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,9 @@ from headrace.actors.services.figures import ServiceFigures
 from headrace.buffer.breakdown import OFFER, summed
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-from headrace.serve.observing.tracing import current_trace_id, describe, start_rollout_span
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
+from headrace.serve.tracing.tracing import current_trace_id, describe, start_rollout_span
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 

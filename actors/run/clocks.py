@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.rollouts.rollout import ANSWER_S, RolloutConfig
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.gateway.config import GatewaySection
+from headrace.serve.gateway.http.config import GatewaySection
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig

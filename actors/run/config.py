@@ -50,9 +50,9 @@ from headrace.policies.learners.slime import arguments as slime
 from headrace.policies.miniatures import names as miniatures
 from headrace.policies.processes.engine_keys import is_loopback
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.gateway.config import GatewaySection
-from headrace.serve.observing.retention import RetentionConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.http.config import GatewaySection
+from headrace.serve.tracing.retention import RetentionConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 
 class RunConfig(Section):

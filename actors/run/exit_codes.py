@@ -57,7 +57,7 @@ from headrace.policies.errors import (
     TrainerRefused,
 )
 from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError
-from headrace.serve.errors import GatewayUnreachable, InfraError, ServeError
+from headrace.serve.gateway.errors import GatewayUnreachable, InfraError, ServeError
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_INPUT: Final = 2

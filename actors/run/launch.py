@@ -92,9 +92,9 @@ from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
-from headrace.serve.gateway.placement import most_processes
-from headrace.serve.observing.progress import Progress, ProgressDisplay, starting
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.http.placement import most_processes
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
+from headrace.serve.tracing.progress import Progress, ProgressDisplay, starting
 
 Allow = Callable[[Iterable[Task]], None]
 
@@ -651,6 +651,6 @@ def write_summary(directory: RunDirectory, *, completed: bool) -> RunSummary:
 
 def _draw(directory: RunDirectory) -> None:
     """Draw reward.png from the metrics, if matplotlib is installed."""
-    from headrace.serve.observing.plots import reward_png
+    from headrace.serve.tracing.plots import reward_png
 
     reward_png(read_metrics(directory.metrics), directory.picture)

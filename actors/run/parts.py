@@ -62,8 +62,8 @@ from headrace.policies.learners.simulated import SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.sandboxes.base import SandboxProvider
-from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets, Sampling
+from headrace.serve.gateway.http.config import GatewayConfig
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.audit.report import DecileReport, LeftOut, acceptance
 from headrace.buffer.audit.source_report import SourceReport, source_reports
 from headrace.policies.learners.checkpoint_retention import BestCheckpoint, best_checkpoint
-from headrace.serve.capture.coverage import WINDOW_SESSIONS, Coverage
+from headrace.serve.gateway.capture.coverage import WINDOW_SESSIONS, Coverage
 
 CRITIC_STEPS = 10
 """Maximum number of last steps over which the critic is rated."""

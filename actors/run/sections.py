@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, field_validator
 
 from headrace.actors.section import Section
-from headrace.serve.capture.session import TrainedPart, with_main
+from headrace.serve.gateway.capture.session import TrainedPart, with_main
 
 
 class ModelSection(Section):

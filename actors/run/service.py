@@ -49,7 +49,7 @@ from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId, StepReport
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
-from headrace.serve.observing.progress import Progress
+from headrace.serve.tracing.progress import Progress
 
 R = TypeVar("R")
 

@@ -35,8 +35,8 @@ from headrace.actors.training.learner import ENDING_STAGES, LearnerLoop, Learner
 from headrace.actors.training.replay import Replay, parked_line
 from headrace.buffer.core.replay import BufferStatus, SourceStatus
 from headrace.sandboxes.pool.pool import PoolStatus
-from headrace.serve.gateway.gateway import GatewayStats
-from headrace.serve.observing.progress import Progress
+from headrace.serve.gateway.http.gateway import GatewayStats
+from headrace.serve.tracing.progress import Progress
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.group import EngineGroup

@@ -32,7 +32,7 @@ from headrace.actors.storage.restore import link_checkpoints
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.tracing.retention import RetentionConfig
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission.json"

@@ -25,7 +25,7 @@ from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.logs import leave_rollout
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, settle
 from headrace.actors.runtime.resources import ResourceOwner
-from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
+from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 
 Q = TypeVar("Q")
 R = TypeVar("R")

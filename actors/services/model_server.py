@@ -25,16 +25,16 @@ from headrace.policies.engine import Engine, EngineId, GenerateRequest, RequestI
 from headrace.policies.errors import EngineError, EngineUnavailable, TemplateRefused
 from headrace.policies.processes.server_process import ServerProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.conversation import TurnAnswer
-from headrace.serve.dialects import fields
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import BadRequest, InfraError, WireError
-from headrace.serve.gateway.bodies import read_body
-from headrace.serve.parsing.parser_choice import choose_parser
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import TurnAnswer
+from headrace.serve.gateway.dialects import fields
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.dialect import WireRequest
+from headrace.serve.gateway.errors import BadRequest, InfraError, WireError
+from headrace.serve.gateway.http.bodies import read_body
+from headrace.serve.gateway.parsing.parser_choice import choose_parser
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 
 FOREIGN_VERSION: Final = "0.0"
 _CHAT: Final = ChatCompletions()

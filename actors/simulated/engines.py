@@ -30,7 +30,7 @@ from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine, SimulatedEnginesConfig
-from headrace.serve.observing import span_names as names
+from headrace.serve.tracing import span_names as names
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.simulated.engines")

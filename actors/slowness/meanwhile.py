@@ -13,7 +13,7 @@ import orjson
 
 from headrace.actors.slowness.rows import Interval, StepTime
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.serve.observing.retention import kept_files
+from headrace.serve.tracing.retention import kept_files
 
 EVALUATION: Final = "evaluation"
 """Kind of event: a held-out evaluation ran. Also the purpose of its rollouts."""

@@ -16,7 +16,7 @@ from headrace.actors.slowness.verdicts import explain
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.types import Cause
-from headrace.serve.observing.tracing import trace_id_text
+from headrace.serve.tracing.tracing import trace_id_text
 
 FAILED: Final = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED})
 

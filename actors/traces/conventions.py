@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from opentelemetry.trace import SpanKind
 
-from headrace.serve.observing import span_names as names
+from headrace.serve.tracing import span_names as names
 
 OUR_NAME: Final = "headrace.span"
 

@@ -28,8 +28,8 @@ from headrace.actors.traces.attempts import ended_attempts, slow_traces
 from headrace.actors.traces.receiver import BATCH_SPANS
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import trace_id_text
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.tracing import trace_id_text
 
 
 class SendsSpans(Protocol):

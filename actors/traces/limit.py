@@ -24,9 +24,9 @@ from headrace.actors.traces.store import FOLDER, KEPT, REMOVED_FILE, TORN, SpanF
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.serve.observing.retention import RetentionConfig
-from headrace.serve.observing.span_files import SUFFIX, ZSTD, compress, end
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.retention import RetentionConfig
+from headrace.serve.tracing.span_files import SUFFIX, ZSTD, compress, end
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 ORDINARY: Final = "removed_ordinary"
 SLOW_OR_FAILED: Final = "removed_slow_or_failed"

@@ -23,7 +23,7 @@ from headrace.actors.traces.conventions import (
     conventional_resource,
     kind_of,
 )
-from headrace.serve.observing.telemetry import EXAMPLES, OtlpProtocol, check_receiver
+from headrace.serve.tracing.telemetry import EXAMPLES, OtlpProtocol, check_receiver
 
 BATCH_SPANS: Final = 512
 """Spans in one request."""

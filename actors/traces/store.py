@@ -21,7 +21,7 @@ import orjson
 import zstandard
 
 from headrace.actors.record.node_copies import folders_of_nodes
-from headrace.serve.observing.span_files import LOST_SUFFIX, ZSTD
+from headrace.serve.tracing.span_files import LOST_SUFFIX, ZSTD
 
 FOLDER: Final = "spans"
 """Name of the folder of span files in a run's state."""

@@ -58,8 +58,8 @@ from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.progress import trained_tokens
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import attempt_context
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.tracing import attempt_context
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.group import EngineGroup

@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.tuning.result import COLUMNS, TuningResult, cells
-from headrace.serve.observing.plots import AMBER, DEEP, INK, MIST, STONE, WATER
+from headrace.serve.tracing.plots import AMBER, DEEP, INK, MIST, STONE, WATER
 
 if TYPE_CHECKING:
     from headrace.actors.tuning.search import SearchResult

@@ -29,7 +29,7 @@ from headrace.actors.simulation.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
 from headrace.buffer.tasks import write_tasks
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 TURNS: Final = 20
 GROUP: Final = 8

@@ -29,8 +29,8 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-"""The gateway: a session-aware model API for agents, with its routes, clients and deadlines."""
+"""The gateway: what agents ask the policy, and the tokens that answered them."""

@@ -15,7 +15,7 @@ from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.serve.capture.events import Exhausted
+from headrace.serve.gateway.capture.events import Exhausted
 from support import agent_rig as rigs
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]

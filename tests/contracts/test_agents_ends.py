@@ -14,7 +14,7 @@ from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.buffer.types import Cause
 from headrace.sandboxes.errors import SandboxGone
-from headrace.serve.capture.events import Exhausted
+from headrace.serve.gateway.capture.events import Exhausted
 from support import agent_rig as rigs
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]

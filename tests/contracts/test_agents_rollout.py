@@ -36,10 +36,10 @@ from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import ImageRef, SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import agent_rig as rigs
 from support import repositories
 from support import run_rig as runs

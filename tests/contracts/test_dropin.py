@@ -19,10 +19,10 @@ from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
-from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.server import ExecPart
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
+from headrace.serve.sandbox_servers.exec.server import ExecPart
 from support.cutting_proxy import cutting_proxy
 
 pytestmark = pytest.mark.namespaces

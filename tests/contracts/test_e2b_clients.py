@@ -14,8 +14,8 @@ import pytest
 from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.sandboxes.images.interpreter import add_interpreter
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap, checked
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap, checked
 from support.installed_programs import installed
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -25,8 +25,8 @@ from headrace.sandboxes.base import SandboxRef
 from headrace.sandboxes.errors import BootFailed, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.table import SandboxTable, State
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxTable, State
 
 pytestmark = pytest.mark.namespaces
 START = "process.Process/Start"

@@ -12,8 +12,8 @@ import pytest
 
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.live_sandbox import MAX_PORT_REQUESTS
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.live_sandbox import MAX_PORT_REQUESTS
 
 pytestmark = pytest.mark.namespaces
 

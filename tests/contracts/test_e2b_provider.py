@@ -26,9 +26,9 @@ from headrace.sandboxes.errors import (
     Unsupported,
 )
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
-from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans
 

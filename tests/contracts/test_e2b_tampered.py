@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
 from support import image_kit as kit
 
 pytestmark = pytest.mark.namespaces

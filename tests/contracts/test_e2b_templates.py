@@ -26,9 +26,9 @@ from headrace.sandboxes.images.build_steps import BuildLimits
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
-from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from support.installed_programs import installed
 
 pytestmark = pytest.mark.namespaces

@@ -13,10 +13,10 @@ import pytest
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.errors import SecretRefused, SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
-from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.e2b_sandboxes.limits import SandboxLimits
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
+from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 
 pytestmark = pytest.mark.namespaces
 ALICE, BOB, CAROL, DAVE = "alice-secret", "bob-secret", "carol-secret", "dave-secret"

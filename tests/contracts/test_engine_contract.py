@@ -34,7 +34,7 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import Dialect, release
-from headrace.serve.observing.tracing import traceparent_of
+from headrace.serve.tracing.tracing import traceparent_of
 from support import engine_kinds as kinds
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.session import Budgets
-from headrace.serve.exports.export_form import ExportForm
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.exports.export_form import ExportForm
 from support.gateway_rig import CHAT, Lines, World, call_text, soon, world
 from support.installed_programs import installed
 from support.scripted_engine import Fault

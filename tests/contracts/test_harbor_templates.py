@@ -22,8 +22,8 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
 from support.clean_sandboxes import CleanSandboxes
 from support.harbor_tasks import BASE, TaskFolder, built_tasks, verdict_tasks
 from support.installed_programs import installed

@@ -38,11 +38,11 @@ from headrace.sandboxes.errors import (
 )
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import ImageMap
-from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.exec.server import ExecPart
-from headrace.serve.observing.tracing import traceparent_of
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
+from headrace.serve.sandbox_servers.exec.server import ExecPart
+from headrace.serve.tracing.tracing import traceparent_of
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.serve.capture.session import Budgets
+from headrace.serve.gateway.capture.session import Budgets
 from support.gateway_rig import World, call_text, until, world
 from support.installed_programs import installed
 from support.scripted_engine import Ask, Fault, check_exact

@@ -27,7 +27,7 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import RolloutId
-from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
+from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 
 WAIT_S = 30.0
 HELD_OUT = (

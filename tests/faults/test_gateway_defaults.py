@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.conversation import Role, say
-from headrace.serve.errors import BadRequest, ContextExceeded
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.rendering.processes import RenderProcesses
-from headrace.serve.rendering.work import RenderWork
+from headrace.serve.gateway.conversation import Role, say
+from headrace.serve.gateway.errors import BadRequest, ContextExceeded
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.rendering.processes import RenderProcesses
+from headrace.serve.gateway.rendering.work import RenderWork
 from support.gateway_rig import Lines, world
 from support.raw_http import head_of, raw_connection
 

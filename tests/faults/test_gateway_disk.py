@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.sandboxes.kernel import syscalls
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.errors import SERVER_FAILED, GatewayUnreachable
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.errors import SERVER_FAILED, GatewayUnreachable
 from support.gateway_rig import WIRES, Wire, world
 from support.scripted_engine import Ask, segments
 

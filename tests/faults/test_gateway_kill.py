@@ -21,10 +21,10 @@ import orjson
 import pytest
 from aiohttp import web
 
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.errors import GatewayUnreachable
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.errors import GatewayUnreachable
+from headrace.serve.gateway.http.client import GatewayClient
 from support.chat_templates import FAT, LONG
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import (

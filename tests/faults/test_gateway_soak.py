@@ -13,9 +13,9 @@ from statistics import mean
 import aiohttp
 import pytest
 
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import ADMIN, GUARD_S, WIRES, Client, Engine, Lines, World, serving, soon, world
 from support.scripted_engine import Ask, Fault

@@ -19,7 +19,7 @@ from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import EngineState
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import Phase
-from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from support import group_rig as kit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

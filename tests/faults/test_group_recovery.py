@@ -25,8 +25,8 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import GROUP_PHASES, Phase, Step
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.gateway.http.config import GatewayConfig
 from support import group_rig as kit
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("ray_cluster")]

@@ -20,7 +20,7 @@ from headrace.policies.errors import EngineUnavailable
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.resuming import ATTEMPTS, FIRST_WAIT_S
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.rows import SessionReport
+from headrace.serve.gateway.capture.rows import SessionReport
 from support import group_rig as kit
 from support.refusing_proxy import RefusingProxy, refusing_proxy
 

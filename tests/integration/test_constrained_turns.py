@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.policies.engine import EngineId
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
-from headrace.serve.capture.session import Budgets, Sampling
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.capture.session import Budgets, Sampling
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 from support.chat_templates import QWEN3_THINKING, QWEN25, Family
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
 from support.scripted_engine import Fault, check_exact

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.events import Exhausted
-from headrace.serve.capture.session import FINAL_TEXT, Budgets
-from headrace.serve.gateway.turns import FRUITLESS_PER_TURN
+from headrace.serve.gateway.capture.events import Exhausted
+from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets
+from headrace.serve.gateway.http.turns import FRUITLESS_PER_TURN
 from support.gateway_rig import CHAT, Client, Lines, World, soon, world
 from support.scripted_engine import Fault
 

@@ -22,7 +22,7 @@ from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, T
 from headrace.buffer.types import Cause
 from headrace.policies.miniatures.repairs import REPOSITORY, Repair, repairs
 from headrace.sandboxes.base import SandboxSpec
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 pytestmark = pytest.mark.namespaces
 REPAIR = repairs(Split.TRAIN)[7]

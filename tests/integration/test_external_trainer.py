@@ -33,7 +33,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.control_rig import ControlRig
 from support.external_trainer import trainer_of_the_docs

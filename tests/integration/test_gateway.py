@@ -44,13 +44,13 @@ import pytest
 
 from headrace.actors.traces.store import SpanFolder
 from headrace.policies.engine import EngineId
-from headrace.serve.capture.session import Budgets, Sampling
-from headrace.serve.errors import SERVER_FAILED, ParserUnknown
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
-from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
+from headrace.serve.gateway.capture.session import Budgets, Sampling
+from headrace.serve.gateway.errors import SERVER_FAILED, ParserUnknown
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.tracing import start_rollout_span, trace_id_for, traceparent_of
 from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,

@@ -14,11 +14,11 @@ from headrace.actors.engine_group.gate import call_gateway
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.runtime import RayRuntime
-from headrace.serve.capture.session import SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.prompts import LONG_TEXT_CHARACTERS
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.capture.session import SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.prompts import LONG_TEXT_CHARACTERS
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 FIRST, LAST = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from headrace.serve.capture.session import Budgets
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.turns import MAX_RUNNING_TURNS
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.turns import MAX_RUNNING_TURNS
 from support.gateway_rig import ANTHROPIC, CHAT, GUARD_S, WIRES, Client, Reply, Wire, World, until, world
 from support.raw_http import RawConnection, head_of, raw_connection
 from support.wires import read_refusal

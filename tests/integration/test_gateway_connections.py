@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.serve.capture.session import Budgets
-from headrace.serve.gateway.connections import Connection, ConnectionSettings, listen
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.http.connections import Connection, ConnectionSettings, listen
 from support.chat_templates import LONG
 from support.gateway_program import gateway_program
 from support.gateway_rig import (

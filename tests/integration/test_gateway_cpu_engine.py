@@ -14,12 +14,12 @@ from headrace.policies.engine import EngineId
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 
 ADMIN = "an admin token of enough letters"
 TEMPERATURE = 0.7

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.session import Budgets
+from headrace.serve.gateway.capture.session import Budgets
 from support.chat_templates import DEEPSEEK3_LEAKY, LONG
 from support.gateway_rig import (
     ANTHROPIC,

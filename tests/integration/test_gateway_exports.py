@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.session import Budgets, SessionId
-from headrace.serve.errors import OptionRefused
-from headrace.serve.exports.export_form import ExportForm
-from headrace.serve.gateway import exports
+from headrace.serve.gateway.capture.session import Budgets, SessionId
+from headrace.serve.gateway.errors import OptionRefused
+from headrace.serve.gateway.exports.export_form import ExportForm
+from headrace.serve.gateway.http import exports
 from support.full_disks import files_of_at_most
 from support.gateway_rig import ADMIN, WIRES, Client, Lines, Wire, World, call_text, world
 

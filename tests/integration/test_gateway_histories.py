@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, TrainedPart
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, TrainedPart
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
 from support.scripted_engine import Ask, Fault, Parts, check_exact
 

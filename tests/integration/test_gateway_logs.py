@@ -10,9 +10,9 @@ from typing import Any
 
 from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.observing.retention import RetentionConfig
-from headrace.serve.observing.tracing import trace_id_for
-from headrace.serve.rendering.template_renderer import TemplateRenderer
+from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer
+from headrace.serve.tracing.retention import RetentionConfig
+from headrace.serve.tracing.tracing import trace_id_for
 from support.gateway_rig import world
 
 RUN = "a" * 32
@@ -30,7 +30,7 @@ class BrokenRenderer(TemplateRenderer):
 async def test_a_failed_turn_is_logged_for_the_attempt_of_its_session(model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "gateway.jsonl"
     handler = LogFile(path, RetentionConfig(), EventFormatter({"run": RUN}, Redaction({})))
-    logger = logging.getLogger("headrace.serve.gateway")
+    logger = logging.getLogger("headrace.serve.gateway.http")
     logger.addHandler(handler)
     try:
         async with world(model_dir, renderer=BrokenRenderer(ChatTokenizer(model_dir))) as w:

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from headrace.policies.engine import EngineId
-from headrace.serve.capture.session import Budgets
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 from support.gateway_rig import GUARD_S, Engine, Lines, World, world
 from support.scripted_engine import check_exact
 

@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
-from headrace.serve.gateway.placement import most_processes, place_of
+from headrace.serve.gateway.http.placement import most_processes, place_of
 from support.gateway_program import GatewayProgram, gateway_program
 from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Client, Engine, Lines, Wire, serving
 from support.process_handles import all_dead, opened

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.session import Budgets
-from headrace.serve.conversation import Message, ToolSpec
-from headrace.serve.gateway.config import ModelUse
-from headrace.serve.gateway.turns import MAX_FAILURES
-from headrace.serve.rendering.render import Renderer, TokenIds
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.conversation import Message, ToolSpec
+from headrace.serve.gateway.http.config import ModelUse
+from headrace.serve.gateway.http.turns import MAX_FAILURES
+from headrace.serve.gateway.rendering.render import Renderer, TokenIds
 from support.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
 from support.scripted_engine import Fault, check_exact
 

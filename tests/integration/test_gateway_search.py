@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets
-from headrace.serve.conversation import Message, ToolSpec
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.rendering.render import Renderer, TokenIds
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.conversation import Message, ToolSpec
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.rendering.render import Renderer, TokenIds
 from support.chat_templates import QWEN25
 from support.gateway_rig import (
     ADMIN,

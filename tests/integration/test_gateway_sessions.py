@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, Sampling, SessionId
-from headrace.serve.errors import SessionUnknown
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId
+from headrace.serve.gateway.errors import SessionUnknown
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
 from support.gateway_rig import (
     ADMIN,
     ANTHROPIC,

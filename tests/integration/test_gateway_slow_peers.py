@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from benches.gateway.process import raise_open_files
 
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
 from support.chat_templates import LONG
 from support.gateway_program import gateway_program
 from support.gateway_rig import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.session import FINAL_TEXT, Budgets
+from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets
 from support.gateway_rig import CHAT, Client, Lines, call_text, world
 from support.scripted_engine import Sampled
 from support.wires import read_events

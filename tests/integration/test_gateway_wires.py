@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.gateway.config import ModelUse
-from headrace.serve.parsing.parser_choice import BATCH_TURNS
+from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets, Sampling
+from headrace.serve.gateway.http.config import ModelUse
+from headrace.serve.gateway.parsing.parser_choice import BATCH_TURNS
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Wire, World, call_text, soon, world
 from support.scripted_engine import Fault, check_exact
 from support.wires import read_events

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.session import Budgets
+from headrace.serve.gateway.capture.session import Budgets
 from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Wire, world
 from support.scripted_engine import check_exact
 

@@ -26,8 +26,8 @@ from headrace.sandboxes.images.adding import add_image
 from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.sandboxes.images.store import ImageStore, UnpackProgress
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.serve.e2b.server import E2bServer, ServerSettings
-from headrace.serve.e2b_sandboxes.images import BOOTS, ImageMap, checked
+from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
+from headrace.serve.sandbox_servers.e2b_state.images import BOOTS, ImageMap, checked
 from support import image_kit as kit
 
 pytestmark = pytest.mark.namespaces

@@ -38,11 +38,11 @@ from headrace.buffer.sanitizer import plain_scores
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.token_kinds import TokenKind
 from headrace.sandboxes.base import Sandbox
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 from support.gateway_rig import Lines, World, world
 from support.scripted_engine import Fault, check_exact
 

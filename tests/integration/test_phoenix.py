@@ -20,9 +20,9 @@ import pytest
 from headrace.actors.traces.receiver import send_all
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.types import Cause, Outcome
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
-from headrace.serve.observing.tracing import context_from, describe, start_rollout_span, traceparent_of
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.tracing import context_from, describe, start_rollout_span, traceparent_of
 
 PROGRAM = next(
     (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace").glob("phoenix-*/bin/phoenix"), None

@@ -22,10 +22,10 @@ from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.push.contract import Gate
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
-from headrace.serve.capture.session import SessionId
-from headrace.serve.capture.session_usage import UsageClock
-from headrace.serve.gateway.engines import EnginePool, join_pieces
-from headrace.serve.gateway.routing import Lineage
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.capture.session_usage import UsageClock
+from headrace.serve.gateway.http.engines import EnginePool, join_pieces
+from headrace.serve.gateway.http.routing import Lineage
 from support.push_rig import snapshot
 from support.tiny_model import QWEN2
 

@@ -32,8 +32,8 @@ from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.serve.e2b.server import E2bServer
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.sandbox_servers.e2b.server import E2bServer
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.namespaces

@@ -16,12 +16,12 @@ import pytest
 
 from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.conversation import Role, say
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.parse_work import ParseWork, brackets_of
-from headrace.serve.errors import BadRequest, ContextExceeded, GatewayBroken
-from headrace.serve.rendering.processes import SPARE_BYTES, RenderProcesses, _Process
-from headrace.serve.rendering.work import RendererCall, RenderWork
+from headrace.serve.gateway.conversation import Role, say
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.parse_work import ParseWork, brackets_of
+from headrace.serve.gateway.errors import BadRequest, ContextExceeded, GatewayBroken
+from headrace.serve.gateway.rendering.processes import SPARE_BYTES, RenderProcesses, _Process
+from headrace.serve.gateway.rendering.work import RendererCall, RenderWork
 from support.gateway_rig import renderer_of, until
 
 ENDLESS_S = 1e6
@@ -168,8 +168,8 @@ async def test_nobody_waits_for_a_work_at_the_end(model_dir: Path) -> None:
 
 async def test_processes_end_with_their_parent(model_dir: Path, tmp_path: Path) -> None:
     program = (
-        "import asyncio, sys; from pathlib import Path; from headrace.serve.rendering.work import RendererCall;"
-        "from headrace.serve.rendering.processes import RenderProcesses\n"
+        "import asyncio, sys; from pathlib import Path; from headrace.serve.gateway.rendering.work import RendererCall;"
+        "from headrace.serve.gateway.rendering.processes import RenderProcesses\n"
         "async def main():\n"
         "    pool = RenderProcesses(Path(sys.argv[1]), token_kinds=False, processes=1, cpu_s=9)\n"
         "    await pool.run('a', RendererCall('decode', ([1],)))\n"

@@ -21,7 +21,7 @@ from headrace.actors.record.logs import LogTerms
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import BeginsUnasked, RayRuntime, _unless_forgotten
-from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.tracing.retention import RetentionConfig
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

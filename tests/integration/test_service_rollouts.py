@@ -26,10 +26,10 @@ from headrace.buffer.task_parts import JudgeSpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
 from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
-from headrace.serve.capture.session import Budgets, Sampling, TrainedPart
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import agent_rig as rigs
 from support.scripted_service import ScriptedService, completion, silent
 from support.scripted_service import json as answer_with

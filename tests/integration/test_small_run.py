@@ -26,7 +26,7 @@ from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.sandboxes.leftovers import sandboxes_left
-from headrace.serve.observing.tracing import trace_id_for
+from headrace.serve.tracing.tracing import trace_id_for
 from support import run_rig as rig
 from support.environments import read_environments
 

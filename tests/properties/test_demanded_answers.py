@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from headrace.policies.cpu_engine.grammars import Grammars
-from headrace.serve.conversation import (
+from headrace.serve.gateway.conversation import (
     Constraint,
     ConstraintKind,
     Reasoning,
@@ -24,11 +24,11 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.parsing.base import OutputParser, ParsedCall
-from headrace.serve.parsing.grammars import Reasons, grammar_of
-from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.parser_choice import PlainParser
-from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from headrace.serve.gateway.parsing.base import OutputParser, ParsedCall
+from headrace.serve.gateway.parsing.grammars import Reasons, grammar_of
+from headrace.serve.gateway.parsing.hermes import HermesParser
+from headrace.serve.gateway.parsing.parser_choice import PlainParser
+from headrace.serve.gateway.parsing.qwen3_coder import Qwen3CoderParser
 from support.chat_templates import QWEN3
 
 VALUES: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.serve.conversation import (
+from headrace.serve.gateway.conversation import (
     Message,
     Reasoning,
     Role,
@@ -19,8 +19,8 @@ from headrace.serve.conversation import (
     TurnAnswer,
     TurnEnd,
 )
-from headrace.serve.dialects.dialect import Dialect, WireRequest
-from headrace.serve.errors import BadRequest
+from headrace.serve.gateway.dialects.dialect import Dialect, WireRequest
+from headrace.serve.gateway.errors import BadRequest
 from support import wires
 from support.spoiled_bodies import WIRES, mutants
 

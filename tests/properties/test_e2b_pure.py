@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.sandboxes.base import Output, Stream
-from headrace.serve.e2b.connect_protocol import encode_frame, read_frames
-from headrace.serve.e2b.control import Query, page, parse_query
-from headrace.serve.e2b_sandboxes.entries import Entry
-from headrace.serve.e2b_sandboxes.expiry import Deadlines
-from headrace.serve.e2b_sandboxes.processes import OutputLog
-from headrace.serve.e2b_sandboxes.table import Row, State
-from headrace.serve.e2b_sandboxes.watchers import Kind, changes
+from headrace.serve.sandbox_servers.e2b.connect_protocol import encode_frame, read_frames
+from headrace.serve.sandbox_servers.e2b.control import Query, page, parse_query
+from headrace.serve.sandbox_servers.e2b_state.entries import Entry
+from headrace.serve.sandbox_servers.e2b_state.expiry import Deadlines
+from headrace.serve.sandbox_servers.e2b_state.processes import OutputLog
+from headrace.serve.sandbox_servers.e2b_state.table import Row, State
+from headrace.serve.sandbox_servers.e2b_state.watchers import Kind, changes
 
 ROW = Row(
     id="",

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.serve.capture.session import Budgets, SessionId
+from headrace.serve.gateway.capture.session import Budgets, SessionId
 from support.chat_templates import QWEN3
 from support.gateway_rig import (
     ADMIN,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.serve.conversation import Reasoning, Text, ToolSpec
-from headrace.serve.parsing.base import OutputParser, ParsedBlock, ParsedCall, ParsedOutput
-from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.parser_choice import PlainParser
-from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from headrace.serve.gateway.conversation import Reasoning, Text, ToolSpec
+from headrace.serve.gateway.parsing.base import OutputParser, ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.gateway.parsing.hermes import HermesParser
+from headrace.serve.gateway.parsing.parser_choice import PlainParser
+from headrace.serve.gateway.parsing.qwen3_coder import Qwen3CoderParser
 
 PARSERS: dict[str, OutputParser] = {"hermes": HermesParser(), "coder": Qwen3CoderParser(), "plain": PlainParser()}
 TOOLS = (ToolSpec("bash", "", {"properties": {"n": {"type": "integer"}, "o": {"type": "object"}}}),)

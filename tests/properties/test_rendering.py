@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN25, Family, as_dicts
 
 PIECES = (

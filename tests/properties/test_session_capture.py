@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.events import Delivered, Replayed
-from headrace.serve.capture.rows import Masked, SessionReport, report_of
-from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Reasoning, Role, ToolCall, ToolSpec, TurnAnswer, say
-from headrace.serve.gateway import codec
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.events import Delivered, Replayed
+from headrace.serve.gateway.capture.rows import Masked, SessionReport, report_of
+from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import Message, Reasoning, Role, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.gateway.http import codec
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
 from support.session_rig import END, ByteChat, Rig, asks, results, user
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.capture.session_log import Opened, SessionLog
-from headrace.serve.conversation import Role, say
-from headrace.serve.gateway import codec
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.rows import report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session_log import Opened, SessionLog
+from headrace.serve.gateway.conversation import Role, say
+from headrace.serve.gateway.http import codec
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support.chat_templates import QWEN3, QWEN25, STRICT
 from support.session_rig import Rig, asks, user
 

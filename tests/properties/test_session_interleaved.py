@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from headrace.policies.engine import FinishReason
-from headrace.serve.capture.events import Delivered, Status
-from headrace.serve.capture.rows import IN_ROWS, Masked, report_of, verdicts_of
-from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec, TurnPlan
-from headrace.serve.conversation import (
+from headrace.serve.gateway.capture.events import Delivered, Status
+from headrace.serve.gateway.capture.rows import IN_ROWS, Masked, report_of, verdicts_of
+from headrace.serve.gateway.capture.session import Budgets, Session, SessionId, SessionSpec, TurnPlan
+from headrace.serve.gateway.conversation import (
     Message,
     Purpose,
     Reasoning,
@@ -28,10 +28,10 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.exports.atif import AtifWriter
-from headrace.serve.exports.prompt_messages import MessageShape
-from headrace.serve.exports.rollout_details import rollout_details
-from headrace.serve.gateway import codec
+from headrace.serve.gateway.exports.atif import AtifWriter
+from headrace.serve.gateway.exports.prompt_messages import MessageShape
+from headrace.serve.gateway.exports.rollout_details import rollout_details
+from headrace.serve.gateway.http import codec
 from support.session_rig import ByteChat, Rig, asks, call, results, user
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)

@@ -16,9 +16,9 @@ from headrace.policies.models.tiny import PIECES
 from headrace.policies.tokens.added_tokens import pattern_of
 from headrace.policies.tokens.pieces import PieceEncoder
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
 
 TOKENIZER = ChatTokenizer(Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny")

@@ -31,12 +31,12 @@ from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, 
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient, OpenedSession
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient, OpenedSession
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 from support import chat_templates
 from support import scripted_engine as scripted
 

@@ -22,14 +22,14 @@ from aiohttp import web
 from opentelemetry.trace import Tracer
 
 from headrace.policies.engine import EngineId
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support.loopback import on_loopback
 from support.scripted_engine import Ask, Fault, ScriptedEngine
 from support.wires import fold_anthropic, fold_chat, fold_responses

@@ -26,11 +26,11 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Phase, Step
 from headrace.policies.sglang.client import SGLangEngine
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 TINY = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 GUARD_S = 60.0

@@ -39,7 +39,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners import megatron_trainer
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.tiny_model import write_tiny_model
 

@@ -31,7 +31,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.errors import DeviceMissing, LearnerError
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases
 from support.learner_lives import TRIES_OF_A_BATCH, feed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from headrace.serve.observing.recorder import RecordedSpan, SpanRecorder
+from headrace.serve.tracing.recorder import RecordedSpan, SpanRecorder
 
 if TYPE_CHECKING:
     import pytest

@@ -20,7 +20,7 @@ import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from headrace.serve.capture.rows import SessionReport
+from headrace.serve.gateway.capture.rows import SessionReport
 from support.loopback import on_loopback
 
 PIECE_CHARACTERS = 5

@@ -18,9 +18,9 @@ from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.events import Delivered, Event, Status
-from headrace.serve.capture.session import Session, TurnPlan
-from headrace.serve.conversation import (
+from headrace.serve.gateway.capture.events import Delivered, Event, Status
+from headrace.serve.gateway.capture.session import Session, TurnPlan
+from headrace.serve.gateway.conversation import (
     Message,
     Reasoning,
     Role,
@@ -33,9 +33,9 @@ from headrace.serve.conversation import (
     WarningText,
     say,
 )
-from headrace.serve.parsing.base import CallSyntax, OutputParser, ParsedBlock, ParsedCall, ParsedOutput
-from headrace.serve.rendering.render import Renderer, TokenIds
-from headrace.serve.rendering.work import RendererCall
+from headrace.serve.gateway.parsing.base import CallSyntax, OutputParser, ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.gateway.rendering.render import Renderer, TokenIds
+from headrace.serve.gateway.rendering.work import RendererCall
 
 END = 256
 OPENINGS = {Role.SYSTEM: 257, Role.USER: 258, Role.ASSISTANT: 259, Role.TOOL: 260}

@@ -26,7 +26,7 @@ from headrace.buffer.tasks import write_tasks
 from headrace.buffer.types import RolloutOrder
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearnerConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 
 SAVE_EVERY: Final = 3

@@ -53,8 +53,8 @@ from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support.rank_rig import rank_processes
 from support.replay_cases import tasks
 from support.tiny_model import write_tiny_model

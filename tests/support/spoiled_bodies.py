@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 from hypothesis import strategies as st
 
-from headrace.serve.dialects.anthropic import AnthropicMessages
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.dialect import Dialect
-from headrace.serve.dialects.responses import Responses
+from headrace.serve.gateway.dialects.anthropic import AnthropicMessages
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.dialect import Dialect
+from headrace.serve.gateway.dialects.responses import Responses
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string", "enum": ["a"]}}, "required": ["command"]}
 

@@ -24,9 +24,9 @@ from headrace.actors.record.logs import (
     Redaction,
 )
 from headrace.actors.runtime.batching import Batcher
-from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT
-from headrace.serve.observing.retention import RetentionConfig, kept_files, older_files
-from headrace.serve.observing.tracing import trace_id_for
+from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
+from headrace.serve.tracing.retention import RetentionConfig, kept_files, older_files
+from headrace.serve.tracing.tracing import trace_id_for
 from support.full_disks import files_of_at_most
 
 SMALL = RetentionConfig(file_bytes=4096, log_bytes=8192)
@@ -230,7 +230,7 @@ PROGRAM = """
 import logging, sys
 from pathlib import Path
 from headrace.actors.record.logs import LogTerms, begin_logs
-from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.tracing.retention import RetentionConfig
 
 terms = LogTerms(
     run_id="a" * 32, folder=Path(sys.argv[1]), retention=RetentionConfig(), json_stderr=sys.argv[2] == "True"

@@ -23,7 +23,7 @@ from headrace.actors.evaluation.verdict import Verdict
 from headrace.actors.rollouts.rollout import outcome_of
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import HostPort, Stream
-from headrace.serve.capture.events import Exhausted
+from headrace.serve.gateway.capture.events import Exhausted
 
 KINDS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
     "claude-code": lambda program: ClaudeCode(program, ClaudeCodeConfig()),

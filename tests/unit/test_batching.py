@@ -10,7 +10,7 @@ import pytest
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, Batcher
 from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, OperationCalls, Operations, Results
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.serve.observing.attempts import ROLLOUT_ATTEMPT, working_for
+from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT, working_for
 
 
 class SlowCalls:

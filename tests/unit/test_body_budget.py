@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from headrace.serve.capture.session import SessionId
-from headrace.serve.errors import TooManyRequests
-from headrace.serve.gateway.body_budget import BodyBudget
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.errors import TooManyRequests
+from headrace.serve.gateway.http.body_budget import BodyBudget
 
 A, B, C, D = (SessionId(name) for name in "abcd")
 TOTAL = 100

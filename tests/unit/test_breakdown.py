@@ -19,9 +19,9 @@ from headrace.buffer.sanitizer import plain_breakdown
 from headrace.buffer.types import Cause, Outcome
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
-from headrace.serve.capture.rows import SessionReport, report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.capture.session_usage import UsageClock
+from headrace.serve.gateway.capture.rows import SessionReport, report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session_usage import UsageClock
 from support import replay_cases as cases
 
 V0 = PolicyVersion(1, 0)

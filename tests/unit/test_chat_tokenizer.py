@@ -14,7 +14,7 @@ from headrace.buffer.datasets.terminal import Split, problems
 from headrace.policies.errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
 from headrace.policies.models.tiny import END, PIECES, ROLE_MARKERS, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 TEXTS = (

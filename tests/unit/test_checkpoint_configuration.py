@@ -22,7 +22,7 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints, read_manifest
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearnerConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.run_rig import RECIPE
 from support.simulated_lives import CONFIG, feed

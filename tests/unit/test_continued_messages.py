@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace.policies.engine import FinishReason
-from headrace.serve.capture.rows import Masked, SessionReport, report_of, tree_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolSpec, TurnAnswer, TurnRequest, say
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.rows import Masked, SessionReport, report_of, tree_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import Message, Reasoning, Role, Text, ToolSpec, TurnAnswer, TurnRequest, say
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
 from support.session_rig import END, ByteChat, Rig, asks, call, echo, results, user
 
@@ -220,7 +220,7 @@ def test_several_insertions_into_one_turn_are_rows_of_their_own() -> None:
 def test_a_policy_continues_in_its_reasoning_if_the_earlier_part_opened_it(tmp_path: Path) -> None:
     renderer = load_renderer(templates.QWEN25.write(tmp_path))
     from headrace.policies.tokens.tokenizer import ChatTokenizer
-    from headrace.serve.parsing.hermes import HermesParser
+    from headrace.serve.gateway.parsing.hermes import HermesParser
 
     encode = ChatTokenizer(tmp_path).encode
     played = Rig(rig().core, renderer, HermesParser(), tokenize=encode)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from headrace.serve.capture.coverage import LEAST_SESSIONS, REASONS, WINDOW_SESSIONS, Coverage, CoverageWindow
-from headrace.serve.capture.rows import Masked
+from headrace.serve.gateway.capture.coverage import LEAST_SESSIONS, REASONS, WINDOW_SESSIONS, Coverage, CoverageWindow
+from headrace.serve.gateway.capture.rows import Masked
 
 if TYPE_CHECKING:
     import pytest

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.serve.conversation import (
+from headrace.serve.gateway.conversation import (
     Message,
     Purpose,
     Reasoning,
@@ -20,9 +20,9 @@ from headrace.serve.conversation import (
     TurnEnd,
     say,
 )
-from headrace.serve.dialects.anthropic import AnthropicMessages
-from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import (
+from headrace.serve.gateway.dialects.anthropic import AnthropicMessages
+from headrace.serve.gateway.dialects.dialect import WireRequest
+from headrace.serve.gateway.errors import (
     SERVER_FAILED,
     BadRequest,
     BodyTooLarge,

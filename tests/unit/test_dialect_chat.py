@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.serve.conversation import (
+from headrace.serve.gateway.conversation import (
     AnswerTokens,
     AnswerWithTokens,
     Message,
@@ -22,9 +22,9 @@ from headrace.serve.conversation import (
     TurnEnd,
     say,
 )
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.dialect import WireRequest
-from headrace.serve.errors import (
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.dialect import WireRequest
+from headrace.serve.gateway.errors import (
     SERVER_FAILED,
     BadRequest,
     BodyTooLarge,

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from headrace.serve.capture.matching import options_digest
-from headrace.serve.conversation import (
+from headrace.serve.gateway.capture.matching import options_digest
+from headrace.serve.gateway.conversation import (
     Constraint,
     ConstraintKind,
     Message,
@@ -22,11 +22,11 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.dialects.anthropic import AnthropicMessages
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.dialect import Dialect, WireRequest
-from headrace.serve.dialects.responses import Responses
-from headrace.serve.errors import BadRequest
+from headrace.serve.gateway.dialects.anthropic import AnthropicMessages
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.dialect import Dialect, WireRequest
+from headrace.serve.gateway.dialects.responses import Responses
+from headrace.serve.gateway.errors import BadRequest
 from support.wires import read_events
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

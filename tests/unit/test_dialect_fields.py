@@ -10,13 +10,13 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.serve.conversation import Role, Text, TurnAnswer, TurnEnd, say
-from headrace.serve.dialects import fields
-from headrace.serve.dialects.anthropic import AnthropicMessages
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.dialect import Dialect
-from headrace.serve.dialects.responses import Responses
-from headrace.serve.errors import BadRequest, ContextExceeded, NoEngineOpen, WireError
+from headrace.serve.gateway.conversation import Role, Text, TurnAnswer, TurnEnd, say
+from headrace.serve.gateway.dialects import fields
+from headrace.serve.gateway.dialects.anthropic import AnthropicMessages
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.dialect import Dialect
+from headrace.serve.gateway.dialects.responses import Responses
+from headrace.serve.gateway.errors import BadRequest, ContextExceeded, NoEngineOpen, WireError
 from support import wires
 
 WIRES: list[Dialect] = [AnthropicMessages(), ChatCompletions(), Responses()]

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.serve.conversation import (
+from headrace.serve.gateway.conversation import (
     Message,
     Purpose,
     Reasoning,
@@ -19,9 +19,9 @@ from headrace.serve.conversation import (
     TurnEnd,
     say,
 )
-from headrace.serve.dialects.dialect import CallShape, WireRequest
-from headrace.serve.dialects.responses import Responses
-from headrace.serve.errors import (
+from headrace.serve.gateway.dialects.dialect import CallShape, WireRequest
+from headrace.serve.gateway.dialects.responses import Responses
+from headrace.serve.gateway.errors import (
     BadRequest,
     BodyTooLarge,
     ContextExceeded,

@@ -13,12 +13,28 @@ import orjson
 import pytest
 from aiohttp import web
 
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, TurnAnswer, TurnEnd
-from headrace.serve.dialects.anthropic import AnthropicMessages
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.dialects.dialect import Dialect, WireRequest
-from headrace.serve.dialects.responses import Responses
-from headrace.serve.errors import SERVER_FAILED, BadRequest, ContextExceeded, NoEngineOpen, SessionUnknown, WireError
+from headrace.serve.gateway.conversation import (
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    TurnAnswer,
+    TurnEnd,
+)
+from headrace.serve.gateway.dialects.anthropic import AnthropicMessages
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.dialects.dialect import Dialect, WireRequest
+from headrace.serve.gateway.dialects.responses import Responses
+from headrace.serve.gateway.errors import (
+    SERVER_FAILED,
+    BadRequest,
+    ContextExceeded,
+    NoEngineOpen,
+    SessionUnknown,
+    WireError,
+)
 
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}}
 BLOCKS = (Reasoning("hm", "t1"), Text("I look.\u2028\n"), ToolCall("call_1", "bash", '{"command":"ls é"}'))

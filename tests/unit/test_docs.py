@@ -20,7 +20,7 @@ from headrace.actors.run.summary import RunSummary
 from headrace.buffer.audit.export import export_schema
 from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
 from headrace.buffer.tasks import load_tasks
-from headrace.serve.observing import span_names
+from headrace.serve.tracing import span_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

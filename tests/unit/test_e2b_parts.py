@@ -30,10 +30,10 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.serve.e2b_sandboxes.entries import Account, parse_entries
-from headrace.serve.e2b_sandboxes.errors import ApiError, RpcError, api_error
-from headrace.serve.e2b_sandboxes.images import BootQueue, load_images
-from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.sandbox_servers.e2b_state.entries import Account, parse_entries
+from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, RpcError, api_error
+from headrace.serve.sandbox_servers.e2b_state.images import BootQueue, load_images
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 
 
 @pytest.mark.parametrize(

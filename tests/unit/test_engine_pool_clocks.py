@@ -14,11 +14,11 @@ from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
-from headrace.serve.capture.session import SessionId
-from headrace.serve.capture.session_usage import UsageClock
-from headrace.serve.errors import InfraError, NoEngineOpen
-from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
-from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.capture.session_usage import UsageClock
+from headrace.serve.gateway.errors import InfraError, NoEngineOpen
+from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.http.routing import EngineRoute, Lineage, RoutingTable
 
 A = EngineId("a")
 GATE_WAIT_S, CALL_S = 20.0, 30.0

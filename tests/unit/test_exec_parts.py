@@ -16,8 +16,8 @@ from headrace.sandboxes.remote.error_documents import from_document, status_of, 
 from headrace.sandboxes.remote.file_bundle import pack_files, unpack_files
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.tasks import ServerTasks
-from headrace.serve.exec.dropin import MAX_STORED, IdempotentRequests
-from headrace.serve.exec.processes import WINDOW_BYTES, OutputWindow
+from headrace.serve.sandbox_servers.exec.dropin import MAX_STORED, IdempotentRequests
+from headrace.serve.sandbox_servers.exec.processes import WINDOW_BYTES, OutputWindow
 
 ABSTRACT = (SandboxError, errors.TransientSandboxError, PermanentSandboxError)
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Role, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.exports import json_pieces
-from headrace.serve.exports.atif import NOTHING_SAMPLED, AtifWriter
-from headrace.serve.exports.branches import branches_of
-from headrace.serve.exports.export_form import ExportForm
-from headrace.serve.exports.prompt_messages import MessageShape
-from headrace.serve.exports.rollout_details import rollout_details
-from headrace.serve.gateway import codec
-from headrace.serve.gateway.exports import Exporter
-from headrace.serve.parsing.parser_choice import choose_parser
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import load_renderer
+from headrace.serve.gateway.capture.rows import report_of
+from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import Message, Role, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.gateway.exports import json_pieces
+from headrace.serve.gateway.exports.atif import NOTHING_SAMPLED, AtifWriter
+from headrace.serve.gateway.exports.branches import branches_of
+from headrace.serve.gateway.exports.export_form import ExportForm
+from headrace.serve.gateway.exports.prompt_messages import MessageShape
+from headrace.serve.gateway.exports.rollout_details import rollout_details
+from headrace.serve.gateway.http import codec
+from headrace.serve.gateway.http.exports import Exporter
+from headrace.serve.gateway.parsing.parser_choice import choose_parser
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from support import chat_templates as templates
 from support.session_rig import LineParser, Rig, asks, echo, results, user
 

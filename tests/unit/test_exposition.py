@@ -41,7 +41,7 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.types import Batch, Cause, RolloutOrder, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.serve.observing.retention import RetentionConfig, older_files
+from headrace.serve.tracing.retention import RetentionConfig, older_files
 from support import replay_cases as cases
 from support.ledger_life import BROKE
 from support.scrapes import by_label, fresh, lasting, samples_of, scraped

@@ -30,7 +30,7 @@ from headrace.policies.errors import LeaseLost, ModelInvalid, TrainerRefused
 from headrace.policies.learners.checkpoints import check_checkpoint, read_manifest
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.simulated_lives import CONFIG, feed
 

@@ -20,9 +20,9 @@ from headrace.actors.runs.file_collection import FileCollection
 from headrace.actors.runs.records import RunId
 from headrace.actors.runtime.nodes import TABLE_FILE, NodeAgent
 from headrace.actors.traces.store import SpanFolder
-from headrace.serve.observing.attempts import working_for
-from headrace.serve.observing.retention import RetentionConfig
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.attempts import working_for
+from headrace.serve.tracing.retention import RetentionConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 from support.gateway_rig import until
 
 GUARD_S = 30.0

@@ -7,8 +7,8 @@ import pytest
 from headrace.buffer.types import VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
-from headrace.serve.capture.session import SessionId
-from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.http.routing import EngineRoute, Lineage, Router, RoutingTable
 
 A, B = EngineId("a"), EngineId("b")
 ONE, TWO = Lineage(SessionId("one")), Lineage(SessionId("two"))

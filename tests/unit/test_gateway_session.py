@@ -13,10 +13,10 @@ import pytest
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.chat_template import Ending
-from headrace.serve.capture.events import Exhausted, Replayed, Status
-from headrace.serve.capture.rows import Masked, SessionReport, report_of, tree_of
-from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.conversation import (
+from headrace.serve.gateway.capture.events import Exhausted, Replayed, Status
+from headrace.serve.gateway.capture.rows import Masked, SessionReport, report_of, tree_of
+from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import (
     Message,
     Purpose,
     Reasoning,
@@ -29,9 +29,9 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.errors import BadRequest, ContextExceeded
-from headrace.serve.gateway import codec
-from headrace.serve.rendering.render import TokenIds
+from headrace.serve.gateway.errors import BadRequest, ContextExceeded
+from headrace.serve.gateway.http import codec
+from headrace.serve.gateway.rendering.render import TokenIds
 from support.session_rig import END, ByteChat, Rig, asks, call, echo, results, statuses, user
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))

@@ -33,8 +33,8 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, RolloutId
-from headrace.serve.capture.rows import TranscriptTurn
-from headrace.serve.gateway.codec import FinishForm
+from headrace.serve.gateway.capture.rows import TranscriptTurn
+from headrace.serve.gateway.http.codec import FinishForm
 
 ABOUT = About(model="/models/tiny", recipe_sha256="00")
 HOSTILE = ("../../etc/passwd", "a/b", "..", ".", "/", "a\x00b", "con\n", "ä" * 300, "\ud800", " ", "x" * 500)

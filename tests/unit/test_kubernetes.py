@@ -21,8 +21,8 @@ from headrace.actors.control import ControlArguments
 from headrace.actors.control.keys import KeyFile, Role, digest_of
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.sections import ServiceSection
-from headrace.serve.e2b_sandboxes.images import load_images
-from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.sandbox_servers.e2b_state.images import load_images
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from support.manifests import (
     FOLDER,
     documents,

@@ -22,7 +22,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearner, SimulatedLearnerConfig
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.simulated_lives import CONFIG, feed
 

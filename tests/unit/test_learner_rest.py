@@ -15,8 +15,8 @@ from headrace.actors.training import learner as learner_module
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearnerConfig
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases
 from support.recorded_spans import attributes_of, recorded_spans
 from support.simulated_lives import CONFIG, feed

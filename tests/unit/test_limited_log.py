@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from headrace.serve.gateway.limited_log import MAX_LINES, LimitedLog
+from headrace.serve.gateway.http.limited_log import MAX_LINES, LimitedLog
 
 if TYPE_CHECKING:
     import pytest
@@ -33,14 +33,14 @@ async def test_a_new_period_begins_with_a_line_about_the_last(caplog: pytest.Log
                 ended.set()
 
     log, handler = LimitedLog(period_s=0.01), Watching()
-    logging.getLogger("headrace.serve.gateway").addHandler(handler)
+    logging.getLogger("headrace.serve.gateway.http").addHandler(handler)
     try:
         for _ in range(MAX_LINES + 1):
             log.warning("noisy", "again")
         async with asyncio.timeout(10):
             await ended.wait()
     finally:
-        logging.getLogger("headrace.serve.gateway").removeHandler(handler)
+        logging.getLogger("headrace.serve.gateway.http").removeHandler(handler)
     log.warning("noisy", "later")
     log.close()
     assert caplog.messages[-2:] == ["session noisy: 1 more lines were left out", "session noisy: later"]

@@ -26,9 +26,9 @@ from headrace.actors.record.log_lines import LogReader, RunLogs, Wanted, event_o
 from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import sole_driver
-from headrace.serve.observing.attempts import working_for
-from headrace.serve.observing.retention import RetentionConfig, older_files
-from headrace.serve.observing.tracing import trace_id_for
+from headrace.serve.tracing.attempts import working_for
+from headrace.serve.tracing.retention import RetentionConfig, older_files
+from headrace.serve.tracing.tracing import trace_id_for
 
 CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config_v1.json"
 RUN = "a" * 32

@@ -23,7 +23,7 @@ from headrace.actors.errors import RunRefused
 from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.runs.contract import LogPage
 from headrace.actors.runs.log_pages import read_logs
-from headrace.serve.observing.retention import RetentionConfig, older_files
+from headrace.serve.tracing.retention import RetentionConfig, older_files
 
 ALL = 1 << 30
 CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config_v1.json"

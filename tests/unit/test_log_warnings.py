@@ -23,8 +23,8 @@ from headrace.actors.record.log_warnings import (
 )
 from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.run.launch import watch
-from headrace.serve.observing.progress import Progress, ProgressDisplay
-from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.tracing.progress import Progress, ProgressDisplay
+from headrace.serve.tracing.retention import RetentionConfig
 from support.gateway_rig import until
 
 GUARD_S = 30.0

@@ -16,7 +16,7 @@ import pytest
 from headrace.actors.node_files.copies import RECEIVED, NodeCopies
 from headrace.actors.node_files.pages import Held, NodePage, Piece, is_older, number_of, older_name, series_of
 from headrace.actors.node_files.sender import next_page
-from headrace.serve.observing.retention import kept_files
+from headrace.serve.tracing.retention import kept_files
 from support.full_disks import files_of_at_most
 
 PAGE = 1 << 20

@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 
 from headrace.actors.runtime.nodes import Process, kill_here, started
-from headrace.serve.capture.coverage import Coverage
-from headrace.serve.gateway.gateway import GatewayStats
+from headrace.serve.gateway.capture.coverage import Coverage
+from headrace.serve.gateway.http.gateway import GatewayStats
 
 
 def test_only_the_process_with_this_start_time_is_killed() -> None:

@@ -15,7 +15,7 @@ from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.tracing.retention import RetentionConfig
 
 BEGINS_S, AWAY_S = 60.0, 600.0
 PLAN = SimulationPlan(

@@ -46,7 +46,9 @@ def test_packages_import_only_lower_packages(package: str) -> None:
 
 def test_an_upward_import_is_detected(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("def f() -> None:\n    from headrace import actors\n    import headrace.serve.gateway.gateway\n")
+    bad.write_text(
+        "def f() -> None:\n    from headrace import actors\n    import headrace.serve.gateway.http.gateway\n"
+    )
     assert imported_packages(bad) == {"actors", "serve"}
 
 
@@ -86,7 +88,7 @@ def test_the_wheel_contains_exactly_the_source_tree(tmp_path: Path) -> None:
 def test_importing_the_packages_imports_nothing_heavy() -> None:
     code = (
         "import sys, headrace.sandboxes, headrace.buffer, headrace.policies, headrace.serve, headrace.actors\n"
-        "import headrace.actors.run.config, headrace.actors.run.service, headrace.serve.gateway.gateway\n"
+        "import headrace.actors.run.config, headrace.actors.run.service, headrace.serve.gateway.http.gateway\n"
         "import headrace.sandboxes.local.provider\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.serve.parsing.parser_choice import BATCH_TURNS, ParserAlarm
+from headrace.serve.gateway.parsing.parser_choice import BATCH_TURNS, ParserAlarm
 
 if TYPE_CHECKING:
     import pytest

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from headrace.serve.conversation import Reasoning, Text, ToolSpec
-from headrace.serve.errors import ParserMissing, ParserUnknown
-from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
-from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.parser_choice import PlainParser, choose_parser
-from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from headrace.serve.gateway.conversation import Reasoning, Text, ToolSpec
+from headrace.serve.gateway.errors import ParserMissing, ParserUnknown
+from headrace.serve.gateway.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.gateway.parsing.hermes import HermesParser
+from headrace.serve.gateway.parsing.parser_choice import PlainParser, choose_parser
+from headrace.serve.gateway.parsing.qwen3_coder import Qwen3CoderParser
 from support import chat_templates as templates
 
 TOOLS = (
@@ -264,8 +264,8 @@ WITHOUT_SGLANG = """
 import sys
 sys.modules["sglang"] = None
 from pathlib import Path
-from headrace.serve.parsing.parser_choice import choose_parser
-from headrace.serve.errors import ParserMissing
+from headrace.serve.gateway.parsing.parser_choice import choose_parser
+from headrace.serve.gateway.errors import ParserMissing
 for line in sys.stdin.read().split("\\0"):
     try:
         choose_parser("auto", line)

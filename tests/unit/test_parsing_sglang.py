@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from headrace.serve.conversation import Reasoning, Text, ToolSpec
-from headrace.serve.errors import ParserMissing, ParserUnknown
-from headrace.serve.parsing.base import ParsedCall, ParsedOutput
-from headrace.serve.parsing.parser_choice import choose_parser
+from headrace.serve.gateway.conversation import Reasoning, Text, ToolSpec
+from headrace.serve.gateway.errors import ParserMissing, ParserUnknown
+from headrace.serve.gateway.parsing.base import ParsedCall, ParsedOutput
+from headrace.serve.gateway.parsing.parser_choice import choose_parser
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

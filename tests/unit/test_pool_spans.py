@@ -13,8 +13,8 @@ from headrace.sandboxes.pool import boot_spans
 from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.tracing import traceparent_of
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.tracing import traceparent_of
 from support.recorded_spans import RecordedSpans, attributes_of, parent_id, recorded_spans
 
 

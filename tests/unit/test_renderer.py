@@ -16,11 +16,11 @@ from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.pieces import PieceEncoder
 from headrace.policies.tokens.token_bytes import TokenBytes
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
+from headrace.serve.gateway.capture.rows import report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates
 from support.session_rig import Rig, asks
 

@@ -22,7 +22,7 @@ from headrace.actors.record.metrics import (
 )
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.summary import EvaluationSummary
-from headrace.serve.observing.retention import DAY_S, RetentionConfig, RotatingFile, Tail, kept_files, older_files
+from headrace.serve.tracing.retention import DAY_S, RetentionConfig, RotatingFile, Tail, kept_files, older_files
 
 SMALL = RetentionConfig(file_bytes=4096, metrics_bytes=16384, log_bytes=8192, evaluations_bytes=4096, days=30)
 

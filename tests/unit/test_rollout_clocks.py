@@ -21,10 +21,10 @@ from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, 
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-from headrace.serve.capture.rows import SessionReport, report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.gateway.client import OpenedSession
-from headrace.serve.observing import span_names as names
+from headrace.serve.gateway.capture.rows import SessionReport, report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.http.client import OpenedSession
+from headrace.serve.tracing import span_names as names
 from support.recorded_spans import attributes_of, recorded_spans
 
 CONFIG = RolloutConfig(

@@ -11,11 +11,11 @@ from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.oci.provider import OciSandboxConfig
-from headrace.serve.e2b_sandboxes.errors import RpcError
-from headrace.serve.e2b_sandboxes.keys import load_keys
-from headrace.serve.e2b_sandboxes.limits import SandboxLimits, parse_ceilings, parse_size
-from headrace.serve.e2b_sandboxes.watchers import ScanBudget
-from headrace.serve.exec.server import ServeOptions, provider_config
+from headrace.serve.sandbox_servers.e2b_state.errors import RpcError
+from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
+from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits, parse_ceilings, parse_size
+from headrace.serve.sandbox_servers.e2b_state.watchers import ScanBudget
+from headrace.serve.sandbox_servers.exec.server import ServeOptions, provider_config
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headrace.policies.engine import FinishReason
-from headrace.serve.capture.events import Status
-from headrace.serve.capture.rows import SessionReport, report_of
-from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.gateway.capture.events import Status
+from headrace.serve.gateway.capture.rows import SessionReport, report_of
+from headrace.serve.gateway.capture.session import Budgets, Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 from support.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))

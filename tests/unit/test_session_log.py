@@ -10,13 +10,13 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.serve.capture.events import Exhausted, Failed, Spent
-from headrace.serve.capture.rows import SessionReport, report_of, tree_of
-from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.capture.session_log import Opened, SessionLog
-from headrace.serve.conversation import Role, ToolSpec, say
-from headrace.serve.errors import LogBroken
-from headrace.serve.gateway import codec
+from headrace.serve.gateway.capture.events import Exhausted, Failed, Spent
+from headrace.serve.gateway.capture.rows import SessionReport, report_of, tree_of
+from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session_log import Opened, SessionLog
+from headrace.serve.gateway.conversation import Role, ToolSpec, say
+from headrace.serve.gateway.errors import LogBroken
+from headrace.serve.gateway.http import codec
 from support.session_rig import Rig, asks, call, echo, results, user
 
 SPEC = SessionSpec(session_id=SessionId("rollout/1"), sampling=Sampling(temperature=0.7), traceparent="00-a-b-01")

@@ -15,7 +15,7 @@ from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import LearnerStatus, Stage
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
-from headrace.serve.gateway.gateway import GatewayStats
+from headrace.serve.gateway.http.gateway import GatewayStats
 
 LONGEST = WorkClocks(stage_s=1.0, engine_start_s=2.0, boot_s=3.0, push_s=4.0)
 

@@ -37,8 +37,8 @@ from headrace.policies.learners.simulated import (
     SimulatedLearnerConfig,
 )
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.serve.capture.session import SessionId
-from headrace.serve.observing import span_names
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.tracing import span_names
 from support.recorded_spans import attributes_of, recorded_spans
 
 SWE = DurationsConfig(mean_s=596.4, median_s=520.2, cap_s=1800)

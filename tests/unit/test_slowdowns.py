@@ -22,8 +22,8 @@ from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learners.simulated import Served, SimulatedEngine, SimulatedEnginesConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
-from headrace.serve.capture.session import SessionId
-from headrace.serve.capture.session_usage import SessionUsage
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.capture.session_usage import SessionUsage
 
 SMALL = {
     "slots": 16,

@@ -18,14 +18,14 @@ from headrace.actors.traces import limit
 from headrace.actors.traces.limit import keep_within, make_room
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.serve.observing.telemetry import TelemetryConfig, TelemetryHandle, configure
+from headrace.serve.tracing.telemetry import TelemetryConfig, TelemetryHandle, configure
 from support.full_disks import files_of_at_most
 
 WRITER = """
 import sys
 from pathlib import Path
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 config = TelemetryConfig(flush_interval_s=0.01, max_file_bytes=4096)
 telemetry = configure(config, process=sys.argv[2], spans_dir=Path(sys.argv[1]), install=False)
 tracer, number = telemetry.tracer("test"), 0

@@ -15,9 +15,9 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.training import learner
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.sandboxes.pool import boot_spans
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.recorder import RecordedSpan
-from headrace.serve.observing.tracing import attempt_context, start_rollout_span
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.recorder import RecordedSpan
+from headrace.serve.tracing.tracing import attempt_context, start_rollout_span
 from support.recorded_spans import RUN_ID, RecordedSpans, attributes_of, parent_id, recorded_spans
 
 # A simulated run without a directory has no identity.

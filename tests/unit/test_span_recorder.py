@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
 
 from headrace.actors.traces.store import SpanFolder
-from headrace.serve.observing import recorder
-from headrace.serve.observing.recorder import RecordedSpan, SpanRecorder
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
-from headrace.serve.observing.tracing import context_from
+from headrace.serve.tracing import recorder
+from headrace.serve.tracing.recorder import RecordedSpan, SpanRecorder
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.tracing import context_from
 
 LIMIT = recorder.MAX_TEXT_CHARACTERS
 OTHER = SpanContext(7, 9, is_remote=True, trace_flags=TraceFlags(1))

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.traces.store import SpanFolder
-from headrace.serve.observing import span_names
-from headrace.serve.observing.telemetry import TelemetryConfig, TelemetryHandle, configure
-from headrace.serve.observing.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
+from headrace.serve.tracing import span_names
+from headrace.serve.tracing.telemetry import TelemetryConfig, TelemetryHandle, configure
+from headrace.serve.tracing.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -20,13 +20,13 @@ from headrace.buffer.token_kinds import TokenKind, from_runs, to_runs
 from headrace.buffer.types import Row, Trajectory
 from headrace.policies.errors import TokenizerInvalid
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.capture.session_log import Opened, SessionLog
-from headrace.serve.conversation import Message, Role, ToolResult, ToolSpec, say
-from headrace.serve.gateway.codec import ReportForm, write_report
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
+from headrace.serve.gateway.capture.rows import report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session_log import Opened, SessionLog
+from headrace.serve.gateway.conversation import Message, Role, ToolResult, ToolSpec, say
+from headrace.serve.gateway.http.codec import ReportForm, write_report
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates
 from support.objective_cases import make_row
 from support.session_rig import ByteChat, Rig, asks, call, echo, results, user

@@ -27,9 +27,9 @@ from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.types import Cause, RolloutOrder
-from headrace.serve.observing import span_names as names
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
-from headrace.serve.observing.tracing import describe, start_rollout_span, trace_id_for
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.tracing import describe, start_rollout_span, trace_id_for
 from support import replay_cases as cases
 from support.collectors import grpc_collector, http_collector
 from support.gateway_rig import until

@@ -12,8 +12,8 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown
 from headrace.policies.sglang.transport import Transport
 from headrace.policies.transport_errors import reason
-from headrace.serve.errors import GatewayUnreachable
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.errors import GatewayUnreachable
+from headrace.serve.gateway.http.client import GatewayClient
 
 
 @pytest.fixture

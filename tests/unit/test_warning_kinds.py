@@ -18,12 +18,12 @@ from headrace.actors.templates import MarkedText, filled_around
 from headrace.buffer.token_kinds import OBSERVED, TokenKind, to_runs
 from headrace.buffer.types import Row
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.conversation import Message, Role, Text, ToolResult, ToolSpec, WarningText
-from headrace.serve.dialects.chat import ChatCompletions
-from headrace.serve.rendering.body_marks import marked, without_marks
-from headrace.serve.rendering.template_renderer import TemplateRenderer
+from headrace.serve.gateway.capture.rows import report_of
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
+from headrace.serve.gateway.conversation import Message, Role, Text, ToolResult, ToolSpec, WarningText
+from headrace.serve.gateway.dialects.chat import ChatCompletions
+from headrace.serve.gateway.rendering.body_marks import marked, without_marks
+from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer
 from support import chat_templates as templates
 from support.session_rig import Rig, asks, call
 

@@ -16,9 +16,9 @@ import orjson
 from aiohttp import web
 
 from benches.gateway.workload import Answer
-from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
-from headrace.serve.dialects.anthropic import AnthropicMessages
-from headrace.serve.dialects.dialect import WireRequest
+from headrace.serve.gateway.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd, TurnRequest
+from headrace.serve.gateway.dialects.anthropic import AnthropicMessages
+from headrace.serve.gateway.dialects.dialect import WireRequest
 
 _VERSION = "1.0"
 

@@ -25,9 +25,9 @@ from benches.gateway.process import raise_open_files
 from benches.gateway.several import measure_several
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Answer, Texts, answers, outputs, request_head
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.rendering.render import Renderer
-from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
+from headrace.serve.gateway.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
+from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer, load_renderer
 
 LONG_TURNS: Final = 90
 LONG_OUTPUT_CHARACTERS: Final = 3_150

@@ -25,8 +25,8 @@ import psutil
 
 from benches.gateway.load import Bench, MeasuredAgent
 from benches.gateway.workload import request_head
-from headrace.serve.capture.session import SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.capture.session import SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
 
 AT_ONCE: Final = 2
 LEAST_S: Final = 2.0

@@ -30,10 +30,10 @@ from benches.gateway.engine import ScriptedEngine
 from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
 from benches.gateway.relay import RelayProcess, relay_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
-from headrace.serve.capture.rows import SessionReport
-from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.observing.tracing import attempt_context, traceparent_of
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.session import Budgets, SessionId, SessionSpec
+from headrace.serve.gateway.http.client import GatewayClient
+from headrace.serve.tracing.tracing import attempt_context, traceparent_of
 
 AT_ONCE: Final = 40
 BATCHES: Final = 5

@@ -27,11 +27,11 @@ import psutil
 import uvloop
 
 from headrace.policies.engine import EngineId
-from headrace.serve.gateway.config import GatewayConfig
-from headrace.serve.gateway.gateway import Gateway
-from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-from headrace.serve.gateway.standalone import portioned_collections
-from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.http.standalone import portioned_collections
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 
 ADMIN_TOKEN: Final = "the measured gateway's own"
 _START_S: Final = 60.0

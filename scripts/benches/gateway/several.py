@@ -28,7 +28,7 @@ import psutil
 from benches.gateway.load import AT_ONCE, Bench, finish, run_agents
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, request_head
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.http.client import GatewayClient
 
 PAIRS: Final = 4
 _START_S: Final = 120.0

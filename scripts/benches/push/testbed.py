@@ -36,10 +36,10 @@ from headrace.policies.push.execution import push
 from headrace.policies.push.machine import Step
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-from headrace.serve.capture.session import SessionId
-from headrace.serve.capture.session_usage import UsageClock
-from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
-from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.capture.session_usage import UsageClock
+from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.http.routing import EngineRoute, Lineage, RoutingTable
 
 PROMPT_TOKENS = 4
 TURN_DEADLINE_S = 600.0

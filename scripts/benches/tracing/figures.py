@@ -28,8 +28,8 @@ from benches.tracing.span import measure_span
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.actors.traces.store import FOLDER, SpanFolder
-from headrace.serve.observing import span_names
-from headrace.serve.observing.telemetry import TelemetryConfig
+from headrace.serve.tracing import span_names
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 PARTS: Final = ("span", "quickstart", "gateway", "simulated", "collector")
 BOUNDS: Final = {

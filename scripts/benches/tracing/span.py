@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import Tracer
 from opentelemetry.util.types import AttributeValue
 
-from headrace.serve.observing.recorder import RecordedSpan, SpanRecorder
-from headrace.serve.observing.span_files import line_of
+from headrace.serve.tracing.recorder import RecordedSpan, SpanRecorder
+from headrace.serve.tracing.span_files import line_of
 
 ROUNDS: Final = 15
 SPANS: Final = 2000

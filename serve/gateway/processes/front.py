@@ -1,0 +1,214 @@
+"""The address of a gateway in several processes: it places sessions, and passes requests on to the process that has
+their session.
+
+Invariants:
+- The id of a session says which process has it, and so does its token. The front keeps no table.
+- The URL that opening a session returns is that of its process: agents that use it pass no relay.
+- A request waits for a process that is being restarted, up to `WAIT_S`, and is sent once at most.
+- What cannot be placed goes to the first process, which refuses it in the form of the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from headrace.serve.gateway.errors import WireError
+from headrace.serve.gateway.http.admin_routes import refusal_of
+from headrace.serve.gateway.http.agent_routes import bearer_of, token_of
+from headrace.serve.gateway.http.bodies import read_body
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.delivery import json_response
+from headrace.serve.gateway.http.placement import place_of, place_of_token
+
+if TYPE_CHECKING:
+    from headrace.serve.gateway.processes.member import Member
+
+WAIT_S: Final = 120.0
+"""Longer than a process may take to end between two turns."""
+DEFAULTS: Final = GatewayConfig()
+_ASK_AGAIN_S: Final = 0.05
+_HOP_BY_HOP: Final = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "host", "expect"),
+    )
+)
+
+
+class Front:
+    """Handlers of the front. `http` is the client with which requests are passed on."""
+
+    def __init__(self, members: Sequence[Member], http: aiohttp.ClientSession, admin_token: str) -> None:
+        self._members = members
+        self._http = http
+        self._admin_token = admin_token.encode()
+
+    def application(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/", self._alive)
+        app.router.add_get("/healthz", self._alive)
+        app.router.add_post("/sessions", self._open)
+        app.router.add_post("/sessions/finish", self._finish_many)
+        for suffix, method in (("/finish", "POST"), ("/export", "GET"), ("", "DELETE")):
+            app.router.add_route(method, f"/sessions/{{session_id:.+}}{suffix}", self._of_session)
+        app.router.add_route("*", "/s/{token}/{path:.*}", self._of_token)
+        app.router.add_route("*", "/{path:.*}", self._of_token)
+        return app
+
+    async def _alive(self, _request: web.Request) -> web.StreamResponse:
+        serving = sum(member.serving.is_set() for member in self._members)
+        # One that is being replaced is back within seconds, and requests wait for it.
+        document = {"status": "ok" if serving else "starting", "processes": len(self._members), "serving": serving}
+        return json_response(document, 200 if serving else 503)
+
+    async def _of_token(self, request: web.Request) -> web.StreamResponse:
+        place = place_of_token(token_of(request))
+        return await self._passed(request, 0 if place is None or place >= len(self._members) else place)
+
+    async def _of_session(self, request: web.Request) -> web.StreamResponse:
+        return await self._passed(request, self._place(request.match_info["session_id"]))
+
+    def _place(self, session_id: str) -> int:
+        return place_of(session_id, len(self._members))
+
+    async def _open(self, request: web.Request) -> web.StreamResponse:
+        if not self._is_admin(request):
+            return await self._passed(request, 0)
+        body = await self._body(request) or b"{}"
+        document = _object(body)
+        if document is None:
+            return await self._asked(request, 0, body)
+        if "sessions" not in document:
+            if document.get("session_id") is None:
+                document["session_id"] = f"session-{secrets.token_hex(8)}"
+            return await self._asked(request, self._place(str(document["session_id"])), orjson.dumps(document))
+        entries = document["sessions"]
+        if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+            return await self._asked(request, 0, body)
+        names = [str(entry.get("session_id", "")) for entry in entries]
+        if len(set(names)) < len(names):
+            # Which each process would only see of its own.
+            return await self._asked(request, 0, body)
+        opened: dict[int, Any] = {}
+        refusal = await self._spread(request, document, "sessions", names, "sessions", opened)
+        if refusal is None:
+            return json_response({"sessions": [opened[index] for index in range(len(entries))]})
+        # All are opened, or none.
+        for name in (names[index] for index in opened):
+            path = f"/sessions/{quote(name, safe='')}"
+            await self._asked(request, self._place(name), b"", method="DELETE", path=path)
+        return refusal
+
+    async def _finish_many(self, request: web.Request) -> web.StreamResponse:
+        if not self._is_admin(request):
+            return await self._passed(request, 0)
+        body = await self._body(request)
+        document = _object(body) or {}
+        names = document.get("session_ids")
+        if not isinstance(names, list) or not names:
+            return await self._asked(request, 0, body)
+        reports: dict[int, Any] = {}
+        refusal = await self._spread(request, document, "session_ids", [*map(str, names)], "reports", reports)
+        return refusal or json_response({"reports": [reports[index] for index in range(len(names))]})
+
+    async def _spread(
+        self,
+        request: web.Request,
+        document: dict[str, Any],
+        field: str,
+        names: Sequence[str],
+        answers: str,
+        found: dict[int, Any],
+    ) -> web.Response | None:
+        """Ask each process for the entries of `field` whose sessions it has, and add what it lists in `answers` to
+        `found`, by the index of the entry. `names` are the ids of the entries. Return the first refusal, if any."""
+        by_place: defaultdict[int, list[int]] = defaultdict(list)
+        for index, name in enumerate(names):
+            by_place[self._place(name)].append(index)
+        for place, indices in by_place.items():
+            asked = document | {field: [document[field][index] for index in indices]}
+            response = await self._asked(request, place, orjson.dumps(asked))
+            if response.status != 200:
+                return response
+            found |= dict(zip(indices, orjson.loads(response.body)[answers], strict=True))  # type: ignore[arg-type]
+        return None
+
+    def _is_admin(self, request: web.Request) -> bool:
+        return hmac.compare_digest(bearer_of(request).encode("utf-8", "surrogateescape"), self._admin_token)
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            return await read_body(request, DEFAULTS.max_body_bytes, timeout_s=DEFAULTS.body_timeout_s)
+        except WireError as error:
+            refused = web.HTTPRequestTimeout if error.status == 408 else web.HTTPBadRequest
+            raise refused(body=refusal_of(str(error)), content_type="application/json") from None
+
+    async def _asked(
+        self, request: web.Request, place: int, body: bytes, *, method: str = "", path: str = ""
+    ) -> web.Response:
+        """Return the response of a process to an admin request with this body."""
+        headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
+        async with await self._sent(place, method or request.method, path or request.raw_path, headers, body) as found:
+            return web.Response(status=found.status, body=await found.read(), content_type="application/json")
+
+    async def _passed(self, request: web.Request, place: int) -> web.StreamResponse:
+        """Pass a request on, and its response back, piece by piece."""
+        headers = CIMultiDict((name, value) for name, value in request.headers.items() if _passes(name))
+        data = request.content if request.body_exists else None
+        async with await self._sent(place, request.method, request.raw_path, headers, data) as found:
+            response = web.StreamResponse(status=found.status, reason=found.reason)
+            response.headers.extend((name, value) for name, value in found.headers.items() if _passes(name))
+            await response.prepare(request)
+            # A response that breaks off breaks off here too: the exception ends the connection.
+            async for piece in found.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+    async def _sent(
+        self, place: int, method: str, path: str, headers: Mapping[str, str], data: Any
+    ) -> aiohttp.ClientResponse:
+        """Return the head of a process's response. Waits for one that is being restarted. Raises HTTPException."""
+        member, until = self._members[place], asyncio.get_running_loop().time() + WAIT_S
+        while True:
+            try:
+                async with asyncio.timeout_at(until):
+                    await member.serving.wait()
+                url = URL(member.url + path, encoded=True)
+                return await self._http.request(method, url, headers=headers, data=data, allow_redirects=False)
+            except aiohttp.ClientConnectorError:
+                # It has just ended: nothing was sent.
+                await asyncio.sleep(_ASK_AGAIN_S)
+            except TimeoutError:
+                raise _unavailable("the process of this session is starting") from None
+            except aiohttp.ClientError:
+                raise _unavailable("the process of this session has ended") from None
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _passes(header: str) -> bool:
+    return header.lower() not in _HOP_BY_HOP
+
+
+def _unavailable(reason: str) -> web.HTTPException:
+    body = refusal_of(f"{reason}; ask again.")
+    return web.HTTPServiceUnavailable(body=body, content_type="application/json", headers={"Retry-After": "1"})

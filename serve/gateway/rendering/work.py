@@ -1,0 +1,92 @@
+"""Work for a renderer that may run in another process: what it needs, and nothing of the session that it is for.
+
+Invariant: a work is a pure function of its fields and the renderer (except caches), and survives pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+
+from headrace.serve.gateway.conversation import Message, ToolCall, ToolSpec
+from headrace.serve.gateway.errors import WireError
+
+if TYPE_CHECKING:
+    from headrace.policies.tokens.chat_template import Ending
+    from headrace.serve.gateway.rendering.render import Renderer, TokenIds
+
+TEMPLATE_CHARACTERS: Final = 32
+T = TypeVar("T")
+Work: TypeAlias = "Callable[[Renderer], T]"
+
+
+class Renders(Protocol):
+    """Does works apart from the event loop: `RenderProcesses` or `RenderThread`."""
+
+    async def run(self, owner: str, work: Work[T]) -> T:
+        """Return the result of a work for this owner. Raises what the work raises."""
+        ...
+
+    def forget(self, owner: str) -> None:
+        """Forget what is known of an owner."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop without waiting for works in progress."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderWork:
+    """Rendering of messages: a whole conversation with its tools; what follows a sampled turn, whose last id and calls
+    are `after`; or with `inserts` the text of the last message, inserted into a sampled turn. If the texts
+    alone have `max_tokens` or more, what `refusal` makes of their characters is raised."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec]
+    ending: Ending
+    max_tokens: int
+    refusal: Callable[[int], WireError]
+    after: tuple[int, Sequence[ToolCall]] | None = None
+    inserts: bool = False
+
+    @property
+    def characters(self) -> int:
+        """Total length of what is rendered, with what a template adds to each message."""
+        shown = sum(tool.size for tool in self._shown_tools)
+        return shown + sum(message.characters + TEMPLATE_CHARACTERS for message in self.messages)
+
+    @property
+    def _shown_tools(self) -> Sequence[ToolSpec]:
+        return self.tools if self.after is None and not self.inserts else ()
+
+    def __call__(self, renderer: Renderer) -> TokenIds:
+        """Return the ids. Raises TemplateRefused, and the refusal."""
+        # Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that its
+        # cost is bounded.
+        if self.characters > self.max_tokens:
+            of_messages = (text for message in self.messages for text in message.rendered_texts)
+            of_tools = (text for tool in self._shown_tools for text in (tool.name, tool.description, tool.schema))
+            if renderer.count_tokens(chain(of_messages, of_tools), stop_at=self.max_tokens) >= self.max_tokens:
+                raise self.refusal(self.characters)
+        if self.inserts:
+            return renderer.insert(self.messages[-1].text)
+        if self.after is None:
+            return renderer.render(self.messages, self.tools, self.ending)
+        return renderer.bridge(*self.after, self.messages, self.ending)
+
+
+@dataclass(frozen=True, slots=True)
+class RendererCall:
+    """A call of one of the renderer's methods, and the result in place of None."""
+
+    method: str
+    arguments: Sequence[Any]
+    named: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: Any = None
+
+    def __call__(self, renderer: Renderer) -> Any:
+        found = getattr(renderer, self.method)(*self.arguments, **self.named)
+        return self.otherwise if found is None else found
