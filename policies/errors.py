@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from headrace.buffer.types import RolloutId
+from headrace.buffer.trajectories.types import RolloutId
 
 
 class PolicyError(Exception):

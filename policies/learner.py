@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.buffer.types import Batch, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

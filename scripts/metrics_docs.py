@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.actors.exposition.table import MAX_VALUES, TABLE, Exported
 from headrace.actors.record.metrics import METRICS, Metric, SourceStep, StationMeans
 from headrace.actors.record.service_totals import ServiceTotals
-from headrace.buffer.types import TokenRatios
+from headrace.buffer.trajectories.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics

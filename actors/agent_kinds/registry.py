@@ -25,7 +25,7 @@ from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.judge import check_judge
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, Task
+from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, Task
 
 MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
 from headrace.actors.agents.installation import installed_folder
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import HostFolder, HostPort, Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import HostFolder, Sandbox
 
 

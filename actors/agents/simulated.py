@@ -22,7 +22,7 @@ from headrace.actors.chat import ChatContextExceeded, ChatMessage
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
-from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict, Task
+from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict, Task
 from headrace.policies.errors import EngineUnavailable
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.sandboxes.errors import SandboxGone

@@ -49,9 +49,9 @@ def convert(
     """Convert the rows of a data set to tasks (docs/tasks.md), and list the rows that cannot be graded, with the
     reasons."""
     from headrace.actors.errors import ConfigError
-    from headrace.buffer.datasets.converters import SettingsRefused, form_of
-    from headrace.buffer.datasets.converters import convert as converted
     from headrace.buffer.primitives.registry import PartRefused
+    from headrace.buffer.tasks.datasets.converters import SettingsRefused, form_of
+    from headrace.buffer.tasks.datasets.converters import convert as converted
 
     given: dict[str, Any] = {}
     for pair in settings or ():
@@ -99,7 +99,7 @@ def images(
     """Build the images of Harbor's task folders, for tasks that `data convert` makes with --set built=true."""
     from headrace.actors.errors import ConfigError
     from headrace.actors.held_out.harbor_images import build_images
-    from headrace.buffer.datasets.harbor import task_folders
+    from headrace.buffer.tasks.datasets.harbor import task_folders
     from headrace.sandboxes.base import Network
     from headrace.sandboxes.images.builder import ImageBuilder
     from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
@@ -152,7 +152,7 @@ def check(
     from headrace.actors.errors import ConfigError
     from headrace.actors.held_out.task_check import check_tasks
     from headrace.actors.held_out.task_solutions import Solutions, SolutionsRefused
-    from headrace.buffer.tasks import load_tasks, write_tasks
+    from headrace.buffer.tasks.task import load_tasks, write_tasks
 
     loaded = load_tasks(tasks)[:limit]
     try:

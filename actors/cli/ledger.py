@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.actors.run.config import RunConfig
     from headrace.buffer.core.records import BatchRecord
     from headrace.buffer.ledger.store import ReplayStore
-    from headrace.buffer.types import RolloutId
+    from headrace.buffer.trajectories.types import RolloutId
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is not live.")]
 
@@ -36,7 +36,7 @@ def drop_batch(
 ) -> None:
     """Drop a batch permanently, so that a run whose learner cannot train on it can be resumed."""
     from headrace.actors.run.launch import reopen
-    from headrace.buffer.types import BatchId
+    from headrace.buffer.trajectories.types import BatchId
 
     async def drop() -> BatchRecord:
         async with idle_store(*reopen(run_dir)) as store:
@@ -89,7 +89,7 @@ async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterato
     from headrace.buffer.audit.evidence import has_begun
     from headrace.buffer.errors import LedgerRefused
     from headrace.buffer.ledger.store import ReplayStore
-    from headrace.buffer.tasks import load_tasks
+    from headrace.buffer.tasks.task import load_tasks
 
     with sole_driver(directory):
         if not has_begun(directory.path):

@@ -44,7 +44,7 @@ from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.metrics import MetricsWriter
 from headrace.actors.runtime.runtime import RayRuntime, node_address
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
 from headrace.policies.learner import WeightsSnapshot

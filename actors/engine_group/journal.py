@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from headrace.buffer.primitives.durable_files import append_line, write_private
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import PushReport

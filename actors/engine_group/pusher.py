@@ -29,7 +29,7 @@ from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.actors.record.metrics import MetricsWriter
 from headrace.actors.record.push_costs import push_record
 from headrace.actors.runtime.recording import record
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
 from headrace.policies.learner import WeightsSnapshot

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 

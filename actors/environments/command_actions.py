@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.environments.environment import BASH, DONE, RUN, Action, Observation, ObservationPart, PartKind
-from headrace.buffer.task_parts import least
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.parts import least
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
 ACTIONS: Final = frozenset({RUN, BASH, DONE})

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.evaluation.verdict import Verdict
 from headrace.actors.services.service import Services
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
 Clock: TypeAlias = Callable[[], float]

@@ -13,7 +13,7 @@ from headrace.actors.environments.shell import ShellEnvironment
 from headrace.actors.environments.terminal import TerminalEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, Task
+from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, Task
 
 MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
 

@@ -25,7 +25,7 @@ from headrace.actors.environments.environment import (
     observed,
 )
 from headrace.actors.services.service import Passage, Retriever, Services
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
 _TITLED: Final = re.compile(r'\s*"(.*?)"\s*\n(.*)', re.DOTALL)

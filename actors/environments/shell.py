@@ -23,7 +23,7 @@ from headrace.actors.environments.command_actions import (
 )
 from headrace.actors.environments.environment import DONE, Action, Clock, EpisodeEnd, Observation, observed
 from headrace.actors.services.service import Services
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 

@@ -29,7 +29,7 @@ from headrace.actors.environments.environment import DONE, Action, Clock, Episod
 from headrace.actors.environments.terminal_shell import Ran, ShellNotStarted, TerminalShell
 from headrace.actors.environments.terminal_text import cut_text
 from headrace.actors.services.service import Services
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, Verdict, broken
-from headrace.buffer.tasks import AnswerSpec
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.task import AnswerSpec
+from headrace.buffer.trajectories.types import Cause
 
 _ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)

@@ -20,7 +20,7 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.in_sandbox import check as check_program
 from headrace.actors.in_sandbox import program_command, source
-from headrace.buffer.tasks import PYTHON, EvaluatorKind, EvaluatorSpec
+from headrace.buffer.tasks.task import PYTHON, EvaluatorKind, EvaluatorSpec
 from headrace.sandboxes.base import ExecResult, ProgramRunner, Sandbox
 from headrace.sandboxes.launcher.commands import PRELOADED
 

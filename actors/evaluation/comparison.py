@@ -19,7 +19,7 @@ from typing import Any, Final
 from headrace.actors.evaluation.report import Report
 from headrace.actors.evaluation.verdict import Verdict, broken, failed, printed, solved
 from headrace.actors.in_sandbox import ISOLATED, program_command
-from headrace.buffer.tasks import Task, task_digest
+from headrace.buffer.tasks.task import Task, task_digest
 from headrace.sandboxes.base import Sandbox
 
 MAX_ANSWER_BYTES: Final = 1 << 20

@@ -47,11 +47,11 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.evaluation.verifier import score_untouched, score_verifier
 from headrace.actors.record.parts import in_part
-from headrace.buffer.breakdown import EVALUATE_APPLY
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.tasks import EvaluatorKind, Task
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.task import EvaluatorKind, Task
+from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
+from headrace.buffer.trajectories.sanitizer import clean_text
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
 

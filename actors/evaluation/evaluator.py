@@ -26,9 +26,16 @@ from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.tasks import is_slow, is_solved
-from headrace.buffer.breakdown import EVALUATE_BOOT, EVALUATE_CHECK, EVALUATE_FREEZE, EVALUATE_QUEUE, OTHER, RELEASE
 from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
-from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
+from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
+from headrace.buffer.trajectories.breakdown import (
+    EVALUATE_BOOT,
+    EVALUATE_CHECK,
+    EVALUATE_FREEZE,
+    EVALUATE_QUEUE,
+    OTHER,
+    RELEASE,
+)
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.boot import LeaseRequest

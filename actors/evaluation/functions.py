@@ -28,7 +28,7 @@ from headrace.actors.evaluation.verdict import (
     rewarded,
     rewarded_by,
 )
-from headrace.buffer.sanitizer import clean_text
+from headrace.buffer.trajectories.sanitizer import clean_text
 
 _PROGRAM: Final = """\
 import asyncio, importlib, inspect, json, os, sys

@@ -16,8 +16,8 @@ import asyncio
 import shlex
 from typing import Final
 
-from headrace.buffer.repositories import RepositorySpec
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.repositories import RepositorySpec
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError
 

@@ -38,9 +38,9 @@ from headrace.actors.evaluation.verdict import PatchRefused, ProgramFailed
 from headrace.actors.in_sandbox import program_command, run_program
 from headrace.actors.in_sandbox.apply import AGENT_REFUSED
 from headrace.actors.record.parts import in_part
-from headrace.buffer.breakdown import EVALUATE_COLLECT
-from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT
+from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 

@@ -22,9 +22,9 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.in_sandbox import program_command
 from headrace.actors.record.parts import in_part
-from headrace.buffer.breakdown import EVALUATE_COLLECT
-from headrace.buffer.repositories import RepositorySpec
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.repositories import RepositorySpec
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT
 from headrace.sandboxes.base import FrozenMount
 
 MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES = 500_000, 1000, 1 << 20

@@ -17,8 +17,8 @@ from typing import Any, Final, TypeAlias
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, Verdict, broken
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import Cause, check_reward
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.types import Cause, check_reward
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
 Score: TypeAlias = Callable[[EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]

@@ -46,10 +46,10 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.in_sandbox import program_command
 from headrace.actors.record.parts import in_part
-from headrace.buffer.breakdown import EVALUATE_APPLY
-from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.repositories import RepositorySpec, Swepro, TestIds, required_ids
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
 

@@ -21,8 +21,8 @@ from headrace.actors.evaluation.verdict import (
     printed,
     rewarded,
 )
-from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
-from headrace.buffer.tasks import EvaluatorPart, RewardMap
+from headrace.buffer.tasks.task import EvaluatorPart, RewardMap
+from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import Lineage

@@ -18,7 +18,7 @@ from typing import Final
 from headrace.actors.evaluation.history import ANY_OWNER
 from headrace.actors.evaluation.report import Session
 from headrace.actors.in_sandbox import program_command, source
-from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
+from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError
 

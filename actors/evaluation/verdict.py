@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any, Final, Protocol, TypeVar
 
 from headrace.actors.chat import ChatCall
-from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import SOLVED_REWARD, Cause, check_reward
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.sanitizer import clean_text
+from headrace.buffer.trajectories.types import SOLVED_REWARD, Cause, check_reward
 from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 

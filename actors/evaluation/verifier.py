@@ -39,10 +39,10 @@ from headrace.actors.evaluation.verdict import (
     spec_with_data,
 )
 from headrace.actors.record.parts import in_part
-from headrace.buffer.breakdown import EVALUATE_APPLY
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import Cause
-from headrace.buffer.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.tasks.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
+from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
 

@@ -10,8 +10,8 @@ import orjson
 
 from headrace.actors.exposition import table
 from headrace.actors.exposition.counts import Counts
-from headrace.buffer.breakdown import OFFER, OTHER, QUEUE, Label, is_of_agent
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.breakdown import OFFER, OTHER, QUEUE, Label, is_of_agent
+from headrace.buffer.trajectories.types import Cause
 
 TRAIN: Final = "train"
 EVALUATION: Final = "evaluation"

@@ -42,10 +42,10 @@ from headrace.actors.exposition.steps import StepCounts
 from headrace.actors.exposition.typical import TypicalTimes
 from headrace.actors.exposition.waste import WASTED, count_waste
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.breakdown import PARTS
 from headrace.buffer.core.records import FINAL
 from headrace.buffer.ledger.archive import next_numbers
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.breakdown import PARTS
+from headrace.buffer.trajectories.types import Cause
 
 GROUPS_AT_ONCE: Final = 512
 ATTEMPTS_AT_ONCE: Final = 512

@@ -11,7 +11,7 @@ from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_rows import IN_JSON, json_of
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 
 _REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
 WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)

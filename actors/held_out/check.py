@@ -19,7 +19,7 @@ from headrace.actors.errors import ConfigError, RunError
 from headrace.actors.held_out.command import Evaluation, of_start_policy, refuse_taken
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import check_parts, load_task_sets
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,8 @@ from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_loca
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.tasks import Task, load_tasks, tasks_digest
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import Task, load_tasks, tasks_digest
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoint_retention import best_checkpoint, kept_checkpoints, version_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace.buffer.datasets.harbor import built_image
+from headrace.buffer.tasks.datasets.harbor import built_image
 from headrace.sandboxes.errors import ImageUnknown, SandboxError
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import Recipe, Step, StepKind

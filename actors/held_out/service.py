@@ -27,7 +27,7 @@ from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import Runtime
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.policies.learner import WeightsSnapshot
 from headrace.serve.tracing.progress import Progress
 

@@ -22,7 +22,7 @@ from headrace.actors.evaluation.rewards import score_parts
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
 from headrace.actors.held_out.task_solutions import Solution, Solutions
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import OF_EPISODES, AnswerSpec, EvaluatorKind, Task
+from headrace.buffer.tasks.task import OF_EPISODES, AnswerSpec, EvaluatorKind, Task
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider

@@ -11,8 +11,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.buffer.datasets.harbor import gold_script
-from headrace.buffer.tasks import EvaluatorKind, Task
+from headrace.buffer.tasks.datasets.harbor import gold_script
+from headrace.buffer.tasks.task import EvaluatorKind, Task
 
 
 class SolutionsRefused(ValueError):

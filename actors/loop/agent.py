@@ -35,9 +35,9 @@ from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
 from headrace.actors.record.parts import in_part
 from headrace.actors.templates import MarkedText, filled, filled_around
-from headrace.buffer.breakdown import TOOL
-from headrace.buffer.task_parts import least
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.parts import least
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.breakdown import TOOL
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.serve.tracing import span_names
 

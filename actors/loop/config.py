@@ -12,7 +12,7 @@ from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.contexts import FULL, head_share
 from headrace.actors.loop.judge import JudgeConfig
 from headrace.actors.templates import check_names, filled
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 
 _OPENING: Final = ("instruction", "given")
 _NAMES: Final = {"system": _OPENING, "first": _OPENING, "observation": ("observation", "turns_left")}

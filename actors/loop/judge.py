@@ -27,7 +27,7 @@ from headrace.actors.evaluation.by_service.votes import vote_seed
 from headrace.actors.evaluation.rewards import Judgement
 from headrace.actors.services.service import Services
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.step_scores import MAX_SCORE, Credit
+from headrace.buffer.trajectories.step_scores import MAX_SCORE, Credit
 
 logger = logging.getLogger(__name__)
 

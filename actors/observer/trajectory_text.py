@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from headrace.actors.observer.text import ShownText, shown
 from headrace.actors.record.run_directory import RunDirectory, read_configuration
 from headrace.buffer.audit.evidence import read_only, read_trajectory
-from headrace.buffer.token_kinds import TokenKind
-from headrace.buffer.types import Row
+from headrace.buffer.trajectories.token_kinds import TokenKind
+from headrace.buffer.trajectories.types import Row
 
 MAX_STRETCHES: Final = 400
 MAX_TOKENS: Final = 4_000

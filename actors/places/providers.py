@@ -23,7 +23,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import (
     Feature,
     Sandbox,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.actors.record.metrics import MismatchMetric
-from headrace.buffer.types import StepReport, TokenRatios
+from headrace.buffer.trajectories.types import StepReport, TokenRatios
 
 
 def mismatch_alarm(report: StepReport, above: float) -> MismatchMetric | None:

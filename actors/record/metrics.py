@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 import orjson
 
 from headrace.actors.record.service_totals import ServiceTotals
-from headrace.buffer.types import TokenRatios
+from headrace.buffer.trajectories.types import TokenRatios
 from headrace.serve.tracing.retention import RetentionConfig, RotatingFile, kept_files
 
 TAIL_BYTES = 1 << 16

@@ -21,7 +21,7 @@ import orjson
 from headrace.actors.errors import RunMissing
 from headrace.buffer.primitives.durable_files import append_line, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.tasks import Task, write_tasks
+from headrace.buffer.tasks.task import Task, write_tasks
 from headrace.sandboxes.leftovers import IDENTITY_FILE, run_label
 
 STORAGE_POINTER: Final = "storage"

@@ -21,9 +21,9 @@ from typing import Any, Self
 import orjson
 
 from headrace.actors.errors import ConfigError
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, Outcome, RolloutId, RolloutOrder, RolloutResult
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import Cause, Outcome, RolloutId, RolloutOrder, RolloutResult
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 MAX_DETAIL_CHARACTERS = 2000
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,80}")

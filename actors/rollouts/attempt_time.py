@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.record.parts import part_clock
 from headrace.actors.services.figures import ServiceTime, service_time
-from headrace.buffer.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
+from headrace.buffer.trajectories.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import SessionReport

@@ -36,8 +36,8 @@ from headrace.actors.runtime.operations import until_back
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.buffer.tasks import Task, tasks_digest
-from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
+from headrace.buffer.tasks.task import Task, tasks_digest
+from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.serve.tracing import span_names as names
 
 if TYPE_CHECKING:

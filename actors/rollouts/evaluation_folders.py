@@ -37,8 +37,8 @@ from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.primitives.durable_files import publish_folder
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import TranscriptTurn

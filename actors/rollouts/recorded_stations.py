@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.actors.agents.agent import AgentReport
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import Stations
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import RolloutOrder
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.types import RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 

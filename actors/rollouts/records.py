@@ -11,7 +11,7 @@ from typing import Protocol
 
 from headrace.actors.record.metrics import UNRECORDED, MetricsLog, RecordsMetrics
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated, Issued
-from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
+from headrace.buffer.trajectories.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
 
 
 class RolloutStore(Protocol):

@@ -29,11 +29,11 @@ from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resourc
 from headrace.actors.places.leases import lease_attributes
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.services.figures import ServiceTime, current_service_time
-from headrace.buffer.breakdown import ATTACH, QUEUE, RELEASE
-from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.task_parts import least
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import Cause, Outcome, RolloutOrder, RolloutResult
+from headrace.buffer.tasks.parts import least
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.breakdown import ATTACH, QUEUE, RELEASE
+from headrace.buffer.trajectories.sanitizer import clean_text
+from headrace.buffer.trajectories.types import Cause, Outcome, RolloutOrder, RolloutResult
 from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import QueueTimeout, SandboxError

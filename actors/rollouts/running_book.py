@@ -23,7 +23,7 @@ from headrace.actors.record.running import (
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.stuck import StuckWatch
 from headrace.actors.runtime.nodes import this_node
-from headrace.buffer.types import RolloutId, RolloutOrder
+from headrace.buffer.trajectories.types import RolloutId, RolloutOrder
 from headrace.serve.tracing.attempts import working_for
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
-from headrace.buffer.breakdown import GATE
-from headrace.buffer.types import RolloutOrder, Row, Trajectory, VersionSpan
+from headrace.buffer.trajectories.breakdown import GATE
+from headrace.buffer.trajectories.types import RolloutOrder, Row, Trajectory, VersionSpan
 from headrace.policies.engine import Completion
 from headrace.policies.learners.simulated import VOCABULARY, SimulatedEngine
 from headrace.serve.gateway.capture.events import Exhausted

@@ -32,11 +32,11 @@ from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.service import Services
 from headrace.actors.simulated.engines import SimulatedEngineGroup
-from headrace.buffer.breakdown import EVALUATE_CHECK
 from headrace.buffer.core.source_names import source_name
-from headrace.buffer.task_parts import TaskLimits, least
-from headrace.buffer.tasks import OF_SERVICES, Task, TaskId, load_tasks
-from headrace.buffer.types import Purpose, RolloutOrder
+from headrace.buffer.tasks.parts import TaskLimits, least
+from headrace.buffer.tasks.task import OF_SERVICES, Task, TaskId, load_tasks
+from headrace.buffer.trajectories.breakdown import EVALUATE_CHECK
+from headrace.buffer.trajectories.types import Purpose, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.serve.gateway.capture.rows import SessionReport

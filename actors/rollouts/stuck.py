@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from headrace.actors.record.running import FEW, STUCK
-from headrace.buffer.types import RolloutOrder
+from headrace.buffer.trajectories.types import RolloutOrder
 
 REMEMBERED: Final = 256
 MAX_TASKS: Final = 1024

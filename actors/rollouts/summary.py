@@ -24,7 +24,7 @@ import orjson
 from headrace.actors.rollouts.answers import Answer, json_bytes
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 MAX_REASONS: Final = 3
 MAX_REASON_CHARS: Final = 300

@@ -34,9 +34,9 @@ from headrace.actors.runtime.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.services.figures import ServiceFigures
-from headrace.buffer.breakdown import OFFER, summed
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
+from headrace.buffer.trajectories.breakdown import OFFER, summed
+from headrace.buffer.trajectories.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.tracing.tracing import current_trace_id, describe, start_rollout_span

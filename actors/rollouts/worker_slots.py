@@ -25,7 +25,7 @@ from headrace.actors.rollouts.answers import Answer, answer_without_record
 from headrace.actors.rollouts.pacing import AdaptiveLimit, Pressure
 from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.runtime.operations import until_back
-from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
+from headrace.buffer.trajectories.types import Outcome, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
     from headrace.actors.rollouts.worker import RolloutWorker

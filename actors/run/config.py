@@ -42,8 +42,8 @@ from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.task_sources.shares import Source
-from headrace.buffer.step_scores import Credit
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.step_scores import Credit
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.slime import arguments as slime

@@ -76,11 +76,11 @@ from headrace.actors.services.config import ServiceKind
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.core.source_names import id_in_run
-from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.primitives.registry import PartRefused
-from headrace.buffer.tasks import Task, load_tasks, write_tasks
+from headrace.buffer.tasks.datasets.terminal import Split, generate
+from headrace.buffer.tasks.task import Task, load_tasks, write_tasks
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.actors.errors import ConfigError
-from headrace.buffer.tasks import Task, TaskId, task_digest
+from headrace.buffer.tasks.task import Task, TaskId, task_digest
 
 MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 

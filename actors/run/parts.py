@@ -55,7 +55,7 @@ from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
 from headrace.actors.version import RUNNING
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.policies.engine import PauseMode
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedLearnerConfig

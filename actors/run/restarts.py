@@ -25,7 +25,7 @@ from typing import Final
 
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import list_checkpoints
 
 FIRST_WAIT_S: Final = 5.0

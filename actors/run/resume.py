@@ -28,7 +28,7 @@ from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.buffer.tasks import load_tasks
+from headrace.buffer.tasks.task import load_tasks
 from headrace.policies.errors import CheckpointUnreadable
 from headrace.policies.learners.checkpoint_retention import forget, kept_checkpoints
 from headrace.policies.learners.checkpoints import (

@@ -46,8 +46,8 @@ from headrace.actors.runtime.runtime import Runtime
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.buffer.tasks import load_tasks
-from headrace.buffer.types import GroupId, StepReport
+from headrace.buffer.tasks.task import load_tasks
+from headrace.buffer.trajectories.types import GroupId, StepReport
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
 from headrace.serve.tracing.progress import Progress
 

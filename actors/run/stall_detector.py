@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 MAX_FRUITLESS_EPOCHS = 8
 """Number of consecutive learners that may end without getting beyond the highest step reached."""

@@ -34,7 +34,7 @@ from headrace.actors.runs.records import Caller
 from headrace.actors.runs.table import NAME
 from headrace.actors.services.registry import SERVICES
 from headrace.buffer.primitives.registry import Registry
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.miniatures import names as miniatures
 

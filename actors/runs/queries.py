@@ -38,7 +38,7 @@ from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall, Weights
-from headrace.buffer.tasks import load_tasks
+from headrace.buffer.tasks.task import load_tasks
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from headrace.actors.record.service_totals import ServiceTotals
-from headrace.buffer.breakdown import SERVICE
 from headrace.buffer.primitives.critical_path import Segment
+from headrace.buffer.trajectories.breakdown import SERVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine, SimulatedEnginesConfig
 from headrace.serve.tracing import span_names as names

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, SimulatedVerdict, Task, TaskId
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, SimulatedVerdict, Task, TaskId
 
 FAMILY: Final = "simulated"
 

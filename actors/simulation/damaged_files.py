@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints
 
 FOREIGN: Final = ("notes.txt", "checkpoints/7.x", "checkpoints/.unfinished", "trajectories/9.old")

@@ -50,7 +50,7 @@ from headrace.actors.simulation.run_statistics import history_digest
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks.task import write_tasks
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 PATIENCE_S: Final = 6 * 3600.0

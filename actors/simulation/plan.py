@@ -27,7 +27,7 @@ from headrace.actors.simulated.tasks import simulated_tasks, task_name
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind, refuse_names
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.policies.learners.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig

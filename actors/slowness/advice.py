@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from headrace.actors.slowness.rows import DISPATCH, EARLIER_ATTEMPTS, STALENESS_WAIT
-from headrace.buffer.breakdown import BEFORE_AGENT, BOOT, EVALUATE_BOOT, EVALUATE_QUEUE, QUEUE, SERVICE, TOOL
+from headrace.buffer.trajectories.breakdown import (
+    BEFORE_AGENT,
+    BOOT,
+    EVALUATE_BOOT,
+    EVALUATE_QUEUE,
+    QUEUE,
+    SERVICE,
+    TOOL,
+)
 
 DRAIN: Final = "drain this host (`headrace node drain`), and look at its disk, memory and neighbours"
 BY_FACTOR: Final[Mapping[tuple[str, str], str]] = {

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from headrace.actors.slowness.advice import stage_of
 from headrace.actors.slowness.cohort import Cohorts
 from headrace.actors.slowness.rows import EARLIER_ATTEMPTS, Interval, RolloutTime
-from headrace.buffer.breakdown import TOOL, Label
+from headrace.buffer.trajectories.breakdown import TOOL, Label
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]

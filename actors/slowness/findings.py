@@ -20,7 +20,7 @@ from headrace.actors.slowness.cohort import Cohorts
 from headrace.actors.slowness.factors import LEAST_SUPPORT, Factor, Held
 from headrace.actors.slowness.rows import RUNNING
 from headrace.actors.slowness.windows import Windows
-from headrace.buffer.breakdown import TOOL
+from headrace.buffer.trajectories.breakdown import TOOL
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]

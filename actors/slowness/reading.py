@@ -33,8 +33,8 @@ from headrace.actors.slowness.rows import (
 )
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.breakdown import OTHER, Label
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.breakdown import OTHER, Label
+from headrace.buffer.trajectories.types import Cause
 
 ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
 """Causes of attempts that ended by themselves."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-from headrace.buffer.breakdown import OF_EVALUATION, Label, place_of
+from headrace.buffer.trajectories.breakdown import OF_EVALUATION, Label, place_of
 
 DISPATCH: Final = "dispatch"
 """Part from the ledger: the order's way to a worker and the result's way back."""

@@ -28,7 +28,7 @@ from headrace.actors.slowness.findings import (
     slow_tasks,
 )
 from headrace.actors.slowness.rows import RUNNING, RolloutTime, RunTimes, StepTime
-from headrace.buffer.breakdown import is_of_agent
+from headrace.buffer.trajectories.breakdown import is_of_agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from headrace.actors.slowness.rows import (
     UNATTRIBUTED,
     is_of_evaluation,
 )
-from headrace.buffer.breakdown import BEFORE_AGENT
+from headrace.buffer.trajectories.breakdown import BEFORE_AGENT
 
 Floats = NDArray[np.float64]
 

@@ -23,7 +23,7 @@ from headrace.buffer.ledger.copies import write_copy
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.buffer.types import CheckpointRef
+from headrace.buffer.trajectories.types import CheckpointRef
 
 logger = logging.getLogger(__name__)
 

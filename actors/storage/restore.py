@@ -29,7 +29,7 @@ from headrace.buffer.ledger.copies import (
     restore,
 )
 from headrace.buffer.primitives.durable_files import replace_file
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointDamaged, CheckpointUnreadable
 from headrace.policies.learners.checkpoints import KEPT, SetAside, check_checkpoint, list_checkpoints, set_aside
 from headrace.sandboxes.leftovers import IDENTITY_FILE

@@ -15,7 +15,7 @@ from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.verdicts import explain
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from headrace.serve.tracing.tracing import trace_id_text
 
 FAILED: Final = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED})

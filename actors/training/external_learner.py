@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.actors.training.trainer_folders import TrainerFolders
-from headrace.buffer.types import Batch, CheckpointRef, RolloutId, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, RolloutId, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import (
     BatchReleased,
     LearnerNotOpen,

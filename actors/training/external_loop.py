@@ -24,8 +24,8 @@ from headrace.actors.training.external_learner import ExternalLearner, TrainerOr
 from headrace.actors.training.learner import LearnerLoop, LearnerStatus, Stage, TrainingEnd
 from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.types import Batch, BatchItem, RolloutId, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, BatchItem, RolloutId, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import TrainerRefused, TrainerStateLost
 from headrace.policies.learner import Learner
 from headrace.policies.learners.config import LearnerConfig

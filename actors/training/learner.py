@@ -49,8 +49,8 @@ from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.buffer.types import Batch, BatchItem, BatchLease, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, BatchItem, BatchLease, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import BatchReleased, LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
 from headrace.policies.learner import Learner, WeightsSnapshot
 from headrace.policies.learners.checkpoints import set_aside, usable_checkpoint

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.training.rank_group import RankGroup, end_after
-from headrace.buffer.types import Batch, CheckpointRef
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import LearnerError, ModelInvalid, RankFailed
 from headrace.policies.learners.ranks.contract import RankStep
 

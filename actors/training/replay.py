@@ -31,9 +31,9 @@ from headrace.buffer.core.task_sources.shares import Source
 from headrace.buffer.errors import LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.tasks import Task, TaskId, load_tasks
-from headrace.buffer.types import (
+from headrace.buffer.tasks.task import Task, TaskId, load_tasks
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchLease,
     Cause,
@@ -46,7 +46,7 @@ from headrace.buffer.types import (
     RolloutResult,
     StepReport,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 logger = logging.getLogger(__name__)
 

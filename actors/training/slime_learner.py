@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.training.slime_group import SlimeGroup
 from headrace.buffer.primitives.durable_files import link_or_copy
-from headrace.buffer.types import Batch, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, RankFailed
 from headrace.policies.learner import WeightsDirectory, WeightsSnapshot
 from headrace.policies.learners import checkpoints

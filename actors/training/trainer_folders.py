@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import Manifest, publish, stage, write_manifest

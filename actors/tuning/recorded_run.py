@@ -25,7 +25,7 @@ from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
 from headrace.actors.simulation.run_statistics import most_in_flight
 from headrace.actors.tuning.records import Observation, Recording
 from headrace.buffer.audit.evidence import Evidence, read_evidence
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 BEFORE: Final = ("boot", "prepare")

@@ -20,7 +20,7 @@ from typing import Any, Final
 import orjson
 
 from headrace.actors.errors import ConfigError
-from headrace.buffer.types import SOLVED_REWARD
+from headrace.buffer.trajectories.types import SOLVED_REWARD
 
 LEAST_FINISHED: Final = 24
 """Minimum number of finished attempts for a fit."""

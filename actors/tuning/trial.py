@@ -22,8 +22,8 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.tasks import SimulatedVerdict, Task
-from headrace.buffer.types import RolloutId
+from headrace.buffer.tasks.task import SimulatedVerdict, Task
+from headrace.buffer.trajectories.types import RolloutId
 
 SLOW: Final = 0.9
 """Rank above which an attempt belongs to the slowest decile."""

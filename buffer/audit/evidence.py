@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
-from headrace.buffer.codec import decode
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
 from headrace.buffer.core.records import (
     FINAL,
@@ -43,8 +42,9 @@ from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollo
 from headrace.buffer.ledger.ledger import SOURCES, check_schema, newest_copy_of, unreadable
 from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
-from headrace.buffer.types import BatchId, RolloutId, Trajectory, batch_digest
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.trajectories.codec import decode
+from headrace.buffer.trajectories.types import BatchId, RolloutId, Trajectory, batch_digest
+from headrace.buffer.trajectories.versions import PolicyVersion, VersionTree
 
 _COMPLETE = re.compile(r"\d+\.\d+")
 B = TypeVar("B")

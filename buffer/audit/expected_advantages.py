@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since
-from headrace.buffer.step_scores import StepScores
+from headrace.buffer.trajectories.step_scores import StepScores
 
 KINDS: Final = frozenset({"grpo", "grpo_no_std", "leave_one_out", "grpo_first_round"})
 _EPSILON: Final = 1e-6

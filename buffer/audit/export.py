@@ -29,7 +29,7 @@ from headrace.buffer.audit.export_columns import TASK, converted, export_columns
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.errors import ExportRefused
 from headrace.buffer.primitives.durable_files import publish_folder
-from headrace.buffer.types import Trajectory
+from headrace.buffer.trajectories.types import Trajectory
 
 ROWS_AT_ONCE = 64
 TABLE_ROWS_AT_ONCE = 20_000

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.schema import TABLES
+from headrace.buffer.trajectories.breakdown import Breakdown
 
 _TYPES: Final = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
 _FLAGS: Final = {

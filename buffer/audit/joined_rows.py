@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from headrace.buffer.core.records import AttemptRecord, GroupRecord, RolloutRecord
 from headrace.buffer.ledger.archive import next_numbers
 from headrace.buffer.ledger.schema import TABLES
-from headrace.buffer.types import GroupId, RolloutId
+from headrace.buffer.trajectories.types import GroupId, RolloutId
 
 R = TypeVar("R")
 

@@ -18,8 +18,8 @@ from operator import itemgetter
 from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
 from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.records import Action, AttemptRecord, GroupState, RolloutState
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, GroupId
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import Cause, GroupId
 
 DECILES = 10
 _FATES = {RolloutState.TRAINED: "trained", RolloutState.EVICTED: "evicted", RolloutState.FILTERED: "filtered"}

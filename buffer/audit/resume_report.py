@@ -29,8 +29,8 @@ from headrace.buffer.core.epochs import finished_late
 from headrace.buffer.core.records import BatchState, RolloutState
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.training_path import UndoneSteps, digest_of
-from headrace.buffer.types import extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 DECILES = 10
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
 from headrace.buffer.core.classification import FAILED
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.types import GroupId
+from headrace.buffer.trajectories.types import GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,8 @@ from headrace.buffer.core.records import (
     RolloutState,
 )
 from headrace.buffer.core.source_names import ended_counter
-from headrace.buffer.types import BatchId, Cause, RolloutId, batch_digest, extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import BatchId, Cause, RolloutId, batch_digest, extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 Progress = Callable[[int, int], object]
 

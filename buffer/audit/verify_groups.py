@@ -30,9 +30,9 @@ from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since, parse_rule
 from headrace.buffer.core.classification import FAILED
 from headrace.buffer.core.records import GroupRecord, GroupState, RolloutRecord, RolloutState, TaskRecord
-from headrace.buffer.step_scores import StepScores
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, GroupId, RolloutId
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.step_scores import StepScores
+from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId
 
 _WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 

@@ -11,8 +11,8 @@ from headrace.buffer.core.staleness import evict
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.errors import BatchUntrainable
-from headrace.buffer.types import RolloutId
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 
 class BatchQueue:

@@ -41,9 +41,9 @@ from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.core.task_sources.shares import Mix
 from headrace.buffer.core.training_path import digest_of
 from headrace.buffer.errors import DataExhausted, LeaseError, VersionMismatch
-from headrace.buffer.sanitizer import clean_text, plain_metrics
-from headrace.buffer.types import BatchId, BatchLease, RolloutId, StepReport, extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.sanitizer import clean_text, plain_metrics
+from headrace.buffer.trajectories.types import BatchId, BatchLease, RolloutId, StepReport, extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 
 class BatchBook:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.buffer.breakdown import Breakdown
-from headrace.buffer.codec import refuse_unstorable
 from headrace.buffer.core.records import TrainedTokens
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.sanitizer import (
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.codec import refuse_unstorable
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.sanitizer import (
     clean_text,
     plain_breakdown,
     plain_float,
@@ -24,9 +24,9 @@ from headrace.buffer.sanitizer import (
     plain_scores,
     plain_version,
 )
-from headrace.buffer.step_scores import StepScores
-from headrace.buffer.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.trajectories.step_scores import StepScores
+from headrace.buffer.trajectories.types import Cause, Outcome, RolloutResult, Row, Trajectory, check_reward
+from headrace.buffer.trajectories.versions import PolicyVersion, VersionTree
 
 FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 """Causes that lead to a new attempt and count as a failure."""

@@ -21,7 +21,7 @@ from typing import Final, Literal
 from headrace.buffer.core.records import TaskRecord
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.state import ReplayState
-from headrace.buffer.tasks import Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 
 Curriculum = Literal["none", "frontier"]
 WINDOW: Final = 8

@@ -17,9 +17,9 @@ from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.records import CheckpointRecord, EpochRecord
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.errors import CheckpointLate, CheckpointMissing, LedgerBehind, LedgerMismatch, StaleEpoch
-from headrace.buffer.sanitizer import plain_checkpoint
-from headrace.buffer.types import CheckpointRef, RolloutId
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.sanitizer import plain_checkpoint
+from headrace.buffer.trajectories.types import CheckpointRef, RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 EPOCHS_RESERVED: Final = "epochs_reserved"
 """Counter of a ledger that was restored from a copy: epochs up to this number may have been opened after the copy."""

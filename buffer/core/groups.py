@@ -22,10 +22,10 @@ from headrace.buffer.core.staleness import evict
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.core.task_sources.shares import Mix
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause, GroupId, Outcome, Receipt, ReceiptStatus, RolloutId, RolloutResult
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, Receipt, ReceiptStatus, RolloutId, RolloutResult
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 GIVEN_UP = "cancelled before its end: the run or its node was drained"
 

@@ -28,8 +28,8 @@ from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.errors import LeaseError, TaskNotParked
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import BatchId, Cause, RolloutId
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import BatchId, Cause, RolloutId
 
 
 class Interventions:

@@ -27,8 +27,8 @@ from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.suspect_hosts import HostRecords
 from headrace.buffer.core.task_history import TaskHistory
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import Cause
 
 WINDOW_S: Final = 600.0
 """Age up to which the end of an attempt counts when deciding whether the system is failing."""

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.advantages import AdvantageKind
-from headrace.buffer.step_scores import StepScores, TurnAdvantages
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import BatchId, Cause, GroupId, RolloutId
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.step_scores import StepScores, TurnAdvantages
+from headrace.buffer.trajectories.types import BatchId, Cause, GroupId, RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 
 class RolloutState(StrEnum):

@@ -34,10 +34,10 @@ from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.core.task_sources.admission import Admission
 from headrace.buffer.core.task_sources.shares import Mix, Source
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.sanitizer import clean_text, plain_int, plain_version
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import (
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.sanitizer import clean_text, plain_int, plain_version
+from headrace.buffer.trajectories.types import (
     BatchLease,
     Cause,
     CheckpointRef,
@@ -48,7 +48,7 @@ from headrace.buffer.types import (
     RolloutResult,
     StepReport,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

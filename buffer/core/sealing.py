@@ -32,7 +32,7 @@ from headrace.buffer.core.records import FilterReason, GroupRecord, GroupState, 
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
 from headrace.buffer.core.task_sources.shares import Mix
-from headrace.buffer.types import Cause, GroupId, RolloutId
+from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId
 
 
 class Sealing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from headrace.buffer.tasks import TaskId
+from headrace.buffer.tasks.task import TaskId
 
 SEPARATOR: Final = "/"
 """Sign between the name of a source and the id that its task file gives a task."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
-from headrace.buffer.types import RolloutId
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.trajectories.types import RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion, VersionTree
 
 
 @dataclass(frozen=True, slots=True)

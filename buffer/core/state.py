@@ -43,9 +43,9 @@ from headrace.buffer.core.records import (
 )
 from headrace.buffer.core.source_names import ended_counter, source_name
 from headrace.buffer.core.training_path import TrainingPath
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import GroupId, RolloutId
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import GroupId, RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 K = TypeVar("K")
 _SPREAD_SUMS = ("deviation_square_sum", "grpo_square_sum", "grpo_deviation_sum")

@@ -17,7 +17,7 @@ from typing import Final
 from headrace.buffer.core.advantages import AdvantageKind, deviation_square_sum, deviation_sum
 from headrace.buffer.core.records import AttemptRecord, Charge, HostFailures
 from headrace.buffer.core.state import ReplayState
-from headrace.buffer.tasks import TaskId
+from headrace.buffer.tasks.task import TaskId
 
 HOSTS_KEPT: Final = 8
 """Maximum number of hosts whose failures are remembered for one task."""

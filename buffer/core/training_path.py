@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from headrace.buffer.core.records import BatchRecord, BatchState, CheckpointRecord, CommitRecord, EpochRecord, Snapshot
-from headrace.buffer.types import BatchId, batch_digest, extend_chain
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.trajectories.types import BatchId, batch_digest, extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion, VersionTree
 
 
 @dataclass(frozen=True, slots=True)

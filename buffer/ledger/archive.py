@@ -23,7 +23,7 @@ from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
-from headrace.buffer.types import RolloutId
+from headrace.buffer.trajectories.types import RolloutId
 
 ARCHIVE: Final = "archive.db"
 GROUPS_AT_ONCE: Final = 64

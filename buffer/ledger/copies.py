@@ -29,7 +29,7 @@ from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE
 from headrace.buffer.ledger.schema import TRAJECTORIES_DDL
 from headrace.buffer.primitives.durable_files import fsync, publish_folder, replace_file
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 FOLDER: Final = "ledger"
 MANIFEST: Final = "copy.json"

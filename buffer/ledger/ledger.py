@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
-from headrace.buffer.codec import decode, encode
 from headrace.buffer.core.records import OUTAGES_KEPT, EvaluationRecord, Record, RolloutState, Snapshot
 from headrace.buffer.errors import LedgerBroken, LedgerDiskFull, LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.archive import (
@@ -40,8 +39,9 @@ from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCH
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.types import RolloutId, Trajectory
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.codec import decode, encode
+from headrace.buffer.trajectories.types import RolloutId, Trajectory
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 TRAJECTORY_FILE_BYTES = 256 << 20
 SOURCES = "sources"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.records import (
     Action,
     AttemptRecord,
@@ -41,9 +40,10 @@ from headrace.buffer.core.records import (
     TaskRecord,
     TrainedTokens,
 )
-from headrace.buffer.step_scores import StepScores
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.step_scores import StepScores
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 SCHEMA_VERSION = 6
 APPLICATION_ID = 0x48524C31

@@ -27,9 +27,9 @@ from headrace.buffer.core.task_sources.shares import Source
 from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger.ledger import SOURCES, TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.ledger.writer import LedgerWriter
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.tasks import Task, TaskId
-from headrace.buffer.types import (
+from headrace.buffer.tasks.task import Task, TaskId
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
     BatchItem,
@@ -42,7 +42,7 @@ from headrace.buffer.types import (
     RolloutResult,
     StepReport,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 logger = logging.getLogger(__name__)
 

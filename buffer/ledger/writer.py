@@ -23,7 +23,7 @@ from headrace.buffer.core.records import Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, ReplayError
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
-from headrace.buffer.types import CheckpointRef
+from headrace.buffer.trajectories.types import CheckpointRef
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from typing import Final
 from headrace.buffer.ledger.copies import copied_versions
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import KEPT, list_checkpoints, remove
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.buffer.primitives.durable_files import publish_folder
-from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, ModelInvalid
 from headrace.policies.tokens.model_keys import read_language_keys
 
@@ -104,7 +104,7 @@ class Usable:
 
 
 def fold_chain(chain: str, batches: Iterable[SteppedBatch]) -> str:
-    """Return the hash chain after `batches` (see `headrace.buffer.types.extend_chain`)."""
+    """Return the hash chain after `batches` (see `headrace.buffer.trajectories.types.extend_chain`)."""
     digests = (batch_digest(batch.batch_id, batch.members) for batch in batches)
     return reduce(extend_chain, digests, chain)
 

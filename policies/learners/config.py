@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.buffer.row_limits import RowLimits
+from headrace.buffer.trajectories.row_limits import RowLimits
 from headrace.policies.learners.checkpoints import OBJECTIVE, trained_model
 from headrace.policies.learners.objectives.config import PPO, ObjectiveConfig
 from headrace.policies.learners.objectives.critic import CriticSection

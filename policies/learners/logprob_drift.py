@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from headrace.buffer.types import Batch, LogprobDrift, Row, TokenRatios
+from headrace.buffer.trajectories.types import Batch, LogprobDrift, Row, TokenRatios
 
 _STALE_KV: Final = -1
 """Key of tokens sampled with stale keys and values, in place of a staleness."""

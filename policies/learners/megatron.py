@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.buffer.types import CheckpointRef
+from headrace.buffer.trajectories.types import CheckpointRef
 from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.ranks.contract import StartRanks
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.types import Batch, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import RowUnusable
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners import checkpoints

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.buffer.token_kinds import OBSERVED, TokenKind
-from headrace.buffer.types import Batch, BatchItem, Row
+from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind
+from headrace.buffer.trajectories.types import Batch, BatchItem, Row
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import Objective, trajectory_weights
 from headrace.policies.learners.objectives.observation import observation_weights

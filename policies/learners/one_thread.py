@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from headrace.buffer.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
 from headrace.policies.errors import LearnerAlreadyOpen, LearnerNotOpen
 from headrace.policies.learner import LearnerState, WeightsSnapshot
 from headrace.policies.learners.progress import LearnerProgress

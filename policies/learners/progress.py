@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.types import Batch, BatchItem, CheckpointRef
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, BatchItem, CheckpointRef
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learner import LearnerState
 from headrace.policies.learners import checkpoints

@@ -25,8 +25,8 @@ from typing import Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds, refuse_names
-from headrace.buffer.types import Batch, CheckpointRef, StepReport, VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport, VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.errors import EngineDown, LearnerNotOpen
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.datasets.terminal import Kind, Problem, Split, combinations, guesses
+from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, combinations, guesses
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import cross_entropy, learning_rate_at
 from headrace.policies.models.tiny import PAD, model_config, write_description

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.datasets.terminal import HELD_OUT_SHARE, NAMES, WORDS, Split
-from headrace.buffer.repositories import RepositorySpec, Swepro
-from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
+from headrace.buffer.tasks.datasets.terminal import HELD_OUT_SHARE, NAMES, WORDS, Split
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
+from headrace.buffer.tasks.repositories import RepositorySpec, Swepro
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.buffer.datasets.terminal import Split
-from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
+from headrace.buffer.tasks.datasets.terminal import Split
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature

@@ -10,9 +10,9 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.datasets.facts import ATTRIBUTES, ENTITIES, VALUES, Fact, facts, questions, write_corpus
-from headrace.buffer.datasets.terminal import Split
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks.datasets.facts import ATTRIBUTES, ENTITIES, VALUES, Fact, facts, questions, write_corpus
+from headrace.buffer.tasks.datasets.terminal import Split
+from headrace.buffer.tasks.task import write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, continued
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature

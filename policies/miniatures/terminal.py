@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.datasets.terminal import (
+from headrace.buffer.tasks.datasets.terminal import (
     NAMES,
     WORDS,
     Kind,
@@ -25,9 +25,9 @@ from headrace.buffer.datasets.terminal import (
     guesses,
     problems,
 )
-from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, write_tasks
-from headrace.buffer.verifiers import SCRIPT, TESTS, VerifierForm, VerifierSpec
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, write_tasks
+from headrace.buffer.tasks.verifiers import SCRIPT, TESTS, VerifierForm, VerifierSpec
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.datasets.terminal import CONSTANTS, NAMES, NUMBERS, WORDS, WRONG_NUMBER
+from headrace.buffer.tasks.datasets.terminal import CONSTANTS, NAMES, NUMBERS, WORDS, WRONG_NUMBER
 from headrace.policies.tokens.token_bytes import byte_alphabet
 
 END, SYSTEM, USER, ASSISTANT, TOOL = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"

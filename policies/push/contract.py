@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import GroupFailed, SenderFailed
 from headrace.policies.push.machine import PushOutcome, Step

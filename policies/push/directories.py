@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.buffer.primitives.durable_files import link_or_copy
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown, EngineRefused, PushError
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot

@@ -21,7 +21,7 @@ import aiohttp
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import (
     Completion,
     EngineId,

@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from headrace.buffer.types import VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineReplyInvalid
 

@@ -9,7 +9,7 @@ from typing import Final
 from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.agent import AgentReport, AgentSession
 from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
 LONGEST: Final = 3.0

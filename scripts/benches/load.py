@@ -28,7 +28,7 @@ from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks.task import write_tasks
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
 TURNS: Final = 20

@@ -64,8 +64,8 @@ from headrace.buffer.core.records import (
 )
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, BlobFiles, Ledger, StoredTrajectory
 from headrace.buffer.ledger.schema import TABLES
-from headrace.buffer.tasks import TaskId, load_tasks
-from headrace.buffer.types import (
+from headrace.buffer.tasks.task import TaskId, load_tasks
+from headrace.buffer.trajectories.types import (
     BatchId,
     Cause,
     GroupId,
@@ -76,7 +76,7 @@ from headrace.buffer.types import (
     batch_digest,
     extend_chain,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, publish, stage, write_manifest
 
 ROOT: Final = Path(__file__).resolve().parents[2]

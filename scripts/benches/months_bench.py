@@ -38,9 +38,9 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import load_tasks
-from headrace.buffer.types import Cause, CheckpointRef, Outcome, RolloutResult, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import load_tasks
+from headrace.buffer.trajectories.types import Cause, CheckpointRef, Outcome, RolloutResult, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,

@@ -27,7 +27,7 @@ from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, 
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.tracing.telemetry import TelemetryConfig

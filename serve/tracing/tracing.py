@@ -20,7 +20,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
 from opentelemetry.util.types import AttributeValue
 
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from headrace.serve.tracing import span_names
 
 # The API has no argument for the ids of a root span; the recorder, which knows the run, reads this.

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.errors import SandboxGone
 from headrace.serve.gateway.capture.events import Exhausted
 from support import agent_rig as rigs

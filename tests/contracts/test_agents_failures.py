@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from support import agent_rig as rigs
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]

@@ -30,9 +30,9 @@ from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.traces.store import SpanFolder
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.breakdown import OTHER, TOOL, Breakdown
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks import write_tasks
+from headrace.buffer.tasks.task import write_tasks
+from headrace.buffer.trajectories.breakdown import OTHER, TOOL, Breakdown
 from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import ImageRef, SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig

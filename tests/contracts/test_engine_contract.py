@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, Grammar, GrammarKind, PauseMode, RequestId
 from headrace.policies.errors import (
     EngineRefused,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.cpu_engine.program import CpuEngineConfig, build
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import EngineRefused, EngineStartFailed

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
 from headrace.policies.processes.server_process import EngineProcess, ServerProcess

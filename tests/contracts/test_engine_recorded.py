@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies import errors
 from headrace.policies.engine import EngineId, FinishReason
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import task_files
-from headrace.buffer.datasets.harbor import HarborSettings, gold_script, task_of
+from headrace.buffer.tasks.datasets.harbor import HarborSettings, gold_script, task_of
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout
 from headrace.sandboxes.images.builder import ImageBuilder

@@ -23,7 +23,7 @@ from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSec
 from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import HostPort, ImageRef, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
 from headrace.policies.errors import ModelInvalid, SenderFailed
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot

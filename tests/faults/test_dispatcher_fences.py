@@ -22,8 +22,8 @@ from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0
 HELD_OUT = tuple(

@@ -25,8 +25,8 @@ from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import RolloutId
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import RolloutId
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 
 WAIT_S = 30.0

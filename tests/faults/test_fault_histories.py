@@ -32,7 +32,7 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.groups import GroupBook
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.ledger.ledger import Ledger
-from headrace.buffer.types import Batch, Cause, ReceiptStatus, StepReport
+from headrace.buffer.trajectories.types import Batch, Cause, ReceiptStatus, StepReport
 from headrace.policies.errors import RowUnusable
 from headrace.policies.learners.simulated import SimulatedLearner
 from headrace.sandboxes.simulated.provider import SimulationConfig

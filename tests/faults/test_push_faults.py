@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo, FinishReason
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
 from headrace.policies.push.layout import group_name

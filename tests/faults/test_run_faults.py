@@ -25,7 +25,7 @@ from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import CommitRecord
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.sandboxes.leftovers import sandboxes_left
 from support import run_rig as rig
 

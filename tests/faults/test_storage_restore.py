@@ -18,7 +18,7 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.copies import newest_copy
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support.simulated_lives import CONFIG, SAVE_EVERY
 
 GUARD_S = 120

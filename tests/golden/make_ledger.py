@@ -12,11 +12,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
-from headrace.buffer.types import Cause, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.trajectories.types import Cause, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, write_manifest
 from support import replay_cases as cases
 

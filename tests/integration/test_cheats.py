@@ -10,7 +10,7 @@ from benches.cheating.cheat_bench import CheatBench, all_pairs
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, Cheat, OpenCheat
 from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
 
-from headrace.buffer.repositories import Command
+from headrace.buffer.tasks.repositories import Command
 from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]

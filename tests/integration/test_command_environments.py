@@ -19,7 +19,7 @@ from headrace.actors.environments.terminal import TerminalConfig, TerminalEnviro
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.service import NO_SERVICES
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider

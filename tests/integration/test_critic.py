@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.buffer.types import Batch, BatchId, BatchLease, CheckpointRef
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, BatchId, BatchLease, CheckpointRef
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
 from headrace.policies.learners.ranks.rank import SoleRank

@@ -25,7 +25,7 @@ from headrace.actors.errors import (
     EngineNotServing,
     EngineUnknown,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.learner import WeightsSnapshot

@@ -17,9 +17,9 @@ from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.buffer.datasets.terminal import Split
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.datasets.terminal import Split
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task
+from headrace.buffer.trajectories.types import Cause
 from headrace.policies.miniatures.repairs import REPOSITORY, Repair, repairs
 from headrace.sandboxes.base import SandboxSpec
 from headrace.serve.tracing.telemetry import TelemetryConfig

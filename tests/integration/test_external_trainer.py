@@ -28,8 +28,8 @@ from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.types import RolloutOrder
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import RolloutOrder
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig

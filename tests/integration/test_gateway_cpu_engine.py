@@ -8,8 +8,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from headrace.buffer.token_kinds import TokenKind
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.token_kinds import TokenKind
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig

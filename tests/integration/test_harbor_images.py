@@ -8,9 +8,9 @@ import pytest
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.held_out.harbor_images import build_images
-from headrace.buffer.datasets.harbor import HarborSettings, built_image, gold_script, task_folders, task_of
-from headrace.buffer.datasets.rows import RowRefused
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.datasets.harbor import HarborSettings, built_image, gold_script, task_folders, task_of
+from headrace.buffer.tasks.datasets.rows import RowRefused
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.actors.evaluation.history import hide_history, leaks, prepare
-from headrace.buffer.repositories import Command, RepositorySpec
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.repositories import Command, RepositorySpec
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.buffer.datasets.terminal import Kind, Split, problems
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.datasets.terminal import Kind, Split, problems
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes

@@ -33,10 +33,10 @@ from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.service import NO_SERVICES, ServiceDown, Services
 from headrace.actors.services.started import resolved, running_services, stop_services
 from headrace.actors.traces.store import SpanFolder
-from headrace.buffer.datasets.facts import Fact, write_corpus
-from headrace.buffer.sanitizer import plain_scores
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.token_kinds import TokenKind
+from headrace.buffer.tasks.datasets.facts import Fact, write_corpus
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.sanitizer import plain_scores
+from headrace.buffer.trajectories.token_kinds import TokenKind
 from headrace.sandboxes.base import Sandbox
 from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import Budgets

@@ -21,8 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.buffer.token_kinds import TokenKind
-from headrace.buffer.types import (
+from headrace.buffer.trajectories.token_kinds import TokenKind
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
     BatchItem,
@@ -34,7 +34,7 @@ from headrace.buffer.types import (
     Trajectory,
     VersionSpan,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import (
     CheckpointUnreadable,
     LearnerAlreadyOpen,

@@ -24,10 +24,10 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.datasets.converters import convert
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.datasets.converters import convert
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support import run_rig as rig
@@ -55,7 +55,7 @@ import json
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluation.verdict import rewarded
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 
 
@@ -99,7 +99,7 @@ async def number(request, sandboxes):
 
 async def infinite(request, sandboxes):
     from headrace.actors.evaluation.verdict import Verdict
-    from headrace.buffer.types import Cause
+    from headrace.buffer.trajectories.types import Cause
     return Verdict(reward=float("inf"), cause=Cause.SOLVED, solved=True)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from headrace.actors.traces.receiver import send_all
 from headrace.actors.traces.store import SpanFolder
-from headrace.buffer.types import Cause, Outcome
+from headrace.buffer.trajectories.types import Cause, Outcome
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 from headrace.serve.tracing.tracing import context_from, describe, start_rollout_span, traceparent_of

@@ -13,7 +13,7 @@ import torch
 from benches.push.testbed import PoolGate, pool_over
 from safetensors.torch import save_file
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace.actors.training.megatron_ranks import MegatronRankActor, MegatronRanks
-from headrace.buffer.types import Batch, CheckpointRef, StepReport
+from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
 from headrace.policies.errors import DeviceMissing, ModelInvalid, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from headrace.actors.engine_group.fleet import attached_id
-from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.tasks import Task, write_tasks
+from headrace.buffer.tasks.datasets.terminal import Split, generate
+from headrace.buffer.tasks.task import Task, write_tasks
 from support import image_kit as kit
 from support import run_rig as rig
 from support.group_rig import TINY, servers

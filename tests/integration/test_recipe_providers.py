@@ -21,8 +21,8 @@ from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import check_objective
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.verifiers import VerifierForm, VerifierSpec
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.objectives.config import ObjectiveConfig

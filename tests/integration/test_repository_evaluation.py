@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.actors.evaluation.history import prepare
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on

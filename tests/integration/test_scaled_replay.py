@@ -18,7 +18,7 @@ from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.plan_service import prepare_plan, scaled
-from headrace.buffer.tasks import load_tasks
+from headrace.buffer.tasks.task import load_tasks
 
 MINUTE_S = 0.1
 

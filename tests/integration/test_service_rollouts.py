@@ -22,9 +22,9 @@ from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerPa
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.task_parts import JudgeSpec
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
-from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
+from headrace.buffer.tasks.parts import JudgeSpec
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
+from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.gateway.http.config import GatewayConfig

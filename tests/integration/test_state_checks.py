@@ -14,9 +14,9 @@ import pytest
 from headrace.actors.evaluation.checks import imports_only
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import task_files
-from headrace.buffer.task_parts import BinaryFile
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.parts import BinaryFile
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.launcher.commands import PRELOADED
 from headrace.sandboxes.local.provider import LocalProvider

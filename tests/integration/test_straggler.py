@@ -9,8 +9,8 @@ import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.tasks import Task, write_tasks
+from headrace.buffer.tasks.datasets.terminal import Split, generate
+from headrace.buffer.tasks.task import Task, write_tasks
 from support import run_rig as rig
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]

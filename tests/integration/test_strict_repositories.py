@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.buffer.repositories import Command, Grader, RepositorySpec, Script, TestIds
-from headrace.buffer.task_parts import BinaryFile
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.parts import BinaryFile
+from headrace.buffer.tasks.repositories import Command, Grader, RepositorySpec, Script, TestIds
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, FILES, HIDDEN_TESTS, IDS, REPO, RIGHT, SPEC, repository_task, verdict_on
 

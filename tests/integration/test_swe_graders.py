@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.buffer.repositories import Command, Script, Swepro
-from headrace.buffer.tasks import Task
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.repositories import Command, Script, Swepro
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, HIDDEN_TESTS, RIGHT, SPEC, WRONG, repository_task, verdict_on
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.held_out.task_check import check_answer
-from headrace.buffer.tasks import (
+from headrace.buffer.tasks.task import (
     AnswerSpec,
     EvaluatorKind,
     EvaluatorPart,
@@ -21,7 +21,7 @@ from headrace.buffer.tasks import (
     load_tasks,
     write_tasks,
 )
-from headrace.buffer.verifiers import VerifierForm, VerifierSpec
+from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 
 PATH = "/workspace/answer"
 IS_TWO = f"import sys; sys.exit(open({PATH!r}).read().strip() != '2')"

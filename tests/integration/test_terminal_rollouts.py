@@ -11,8 +11,8 @@ from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.chat import PLAIN, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.buffer.datasets.terminal import Kind, Problem, Split, problems
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, problems
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes

@@ -12,7 +12,7 @@ import pytest
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import Evidence, read_evidence, read_trajectories
-from headrace.buffer.types import Row, Trajectory
+from headrace.buffer.trajectories.types import Row, Trajectory
 from headrace.policies.learners.checkpoint_retention import kept_checkpoints, version_of
 from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.policies.tokens.tokenizer import ChatTokenizer

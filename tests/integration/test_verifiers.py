@@ -17,10 +17,10 @@ from headrace.actors.environments.terminal import TerminalConfig, TerminalEnviro
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import task_files
 from headrace.actors.evaluation.verifier import end_agent
-from headrace.buffer.task_parts import BinaryFile
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause
-from headrace.buffer.verifiers import VerifierForm, VerifierSpec
+from headrace.buffer.tasks.parts import BinaryFile
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes

@@ -24,8 +24,15 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.records import BatchState, GroupState, RolloutState
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
-from headrace.buffer.types import Cause, CheckpointRef, ReceiptStatus, StepReport, batch_digest, extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import (
+    Cause,
+    CheckpointRef,
+    ReceiptStatus,
+    StepReport,
+    batch_digest,
+    extend_chain,
+)
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 SIZES = {"batch_size": 3, "group_size": 3, "max_staleness": 2, "max_attempts": 2, "batch_tries": 1000}

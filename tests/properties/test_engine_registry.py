@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, new_breaker
 from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 
 NAMES = st.sampled_from([EngineId(name) for name in ("a", "b", "c", "d")])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headrace.buffer.core.classification import trained_tokens
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.sanitizer import MAX_TEXT
-from headrace.buffer.types import (
+from headrace.buffer.trajectories.sanitizer import MAX_TEXT
+from headrace.buffer.trajectories.types import (
     Cause,
     CheckpointRef,
     Outcome,
@@ -23,7 +23,7 @@ from headrace.buffer.types import (
     StepReport,
     Trajectory,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 CONFIG = cases.SMALL.model_copy(update={"max_attempts": 50, "park_after": 50})

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.buffer.packing import distribute, pack
-from headrace.buffer.token_kinds import TokenKind
-from headrace.buffer.types import Batch, Row
+from headrace.buffer.trajectories.packing import distribute, pack
+from headrace.buffer.trajectories.token_kinds import TokenKind
+from headrace.buffer.trajectories.types import Batch, Row
 from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.buffer.packing import RowOverBudget, distribute, pack
+from headrace.buffer.trajectories.packing import RowOverBudget, distribute, pack
 
 lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
 

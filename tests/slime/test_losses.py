@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.buffer.types import Batch
+from headrace.buffer.trajectories.types import Batch
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss

@@ -23,8 +23,8 @@ from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.chat import NoChat
 from headrace.actors.evaluation.verdict import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec

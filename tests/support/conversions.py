@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.buffer.datasets.rows import Item, Refusal, RowRefused
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.datasets.rows import Item, Refusal, RowRefused
+from headrace.buffer.tasks.task import Task
 
 
 def split(items: Iterable[Item]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:

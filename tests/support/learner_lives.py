@@ -34,8 +34,8 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.types import RolloutOrder, RolloutResult
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import RolloutOrder, RolloutResult
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners import megatron_trainer
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedEnginesConfig

@@ -17,8 +17,16 @@ from pathlib import Path
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.errors import LedgerBroken, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import Batch, Cause, CheckpointRef, ReceiptStatus, RolloutOrder, RolloutResult, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import (
+    Batch,
+    Cause,
+    CheckpointRef,
+    ReceiptStatus,
+    RolloutOrder,
+    RolloutResult,
+    StepReport,
+)
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import (
     Manifest,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.buffer.types import (
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
     BatchItem,
@@ -19,7 +19,7 @@ from headrace.buffer.types import (
     Trajectory,
     VersionSpan,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.logprob_head import trained_logprobs
 from headrace.policies.learners.micro_batches import MicroBatch
 from headrace.policies.learners.objectives.config import ObjectiveConfig

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from headrace.actors.observer.app import build_app
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import Cause, Outcome, RolloutOrder, Row, Trajectory, VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.types import Cause, Outcome, RolloutOrder, Row, Trajectory, VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 MODEL: Final = Path(__file__).parents[2] / "scripts" / "models" / "tiny"

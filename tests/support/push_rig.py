@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, GenerateRequest, RequestId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.model_files import weight_files

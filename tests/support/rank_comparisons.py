@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from safetensors.torch import load_file
 
-from headrace.buffer.token_kinds import TokenKind
-from headrace.buffer.types import Batch, BatchId, BatchLease, CheckpointRef, Row, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.token_kinds import TokenKind
+from headrace.buffer.trajectories.types import Batch, BatchId, BatchLease, CheckpointRef, Row, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
 from headrace.policies.learners.megatron_world import World

@@ -27,7 +27,7 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig, Tra
 from headrace.actors.training.rank_group import RankGroup
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import DeviceMissing, LearnerError
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from headrace.policies.learners.simulated import SimulatedEnginesConfig

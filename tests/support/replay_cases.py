@@ -11,8 +11,8 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import BatchRecord, Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import (
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import (
     BatchLease,
     Cause,
     CheckpointRef,
@@ -24,7 +24,7 @@ from headrace.buffer.types import (
     Trajectory,
     VersionSpan,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 SMALL = BufferConfig(batch_size=4, group_size=2, max_staleness=2)
 

@@ -9,8 +9,8 @@ from benches.cheating import cheat_bench
 
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.history import prepare
-from headrace.buffer.repositories import RepositorySpec, TestIds
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.repositories import RepositorySpec, TestIds
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes

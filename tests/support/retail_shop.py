@@ -14,9 +14,9 @@ from headrace.actors.environments.retail.environment import RetailConfig, Retail
 from headrace.actors.environments.retail.tools import TOOLS
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.service import HelperModel, Retriever, RewardServer
-from headrace.buffer.datasets.tau import KIND
-from headrace.buffer.task_parts import EnvironmentSpec
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.datasets.tau import KIND
+from headrace.buffer.tasks.parts import EnvironmentSpec
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 POLICY = "Help the customers of the lamp shop."
 ADDRESS = {"address1": "1 Hill St", "address2": "", "city": "Oslo", "country": "NO", "state": "OS", "zip": "10001"}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.buffer.token_kinds import KindRuns, TokenKind, to_runs
-from headrace.buffer.types import VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.token_kinds import KindRuns, TokenKind, to_runs
+from headrace.buffer.trajectories.types import VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.gateway.capture.events import Delivered, Event, Status

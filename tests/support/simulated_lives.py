@@ -22,9 +22,9 @@ from headrace.actors.storage.restore import link_checkpoints
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks import write_tasks
-from headrace.buffer.types import RolloutOrder
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import write_tasks
+from headrace.buffer.trajectories.types import RolloutOrder
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import replay_cases as cases

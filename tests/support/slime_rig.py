@@ -31,7 +31,7 @@ from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.types import (
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
     BatchItem,
@@ -46,7 +46,7 @@ from headrace.buffer.types import (
     Trajectory,
     VersionSpan,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learner import WeightsDirectory, WeightsSnapshot
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.buffer.types import Batch
+from headrace.buffer.trajectories.types import Batch
 from headrace.policies.learners.slime.arguments import SlimeTerms
 
 

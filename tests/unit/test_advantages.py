@@ -15,8 +15,8 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import GroupState, RolloutState
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

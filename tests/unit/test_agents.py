@@ -21,7 +21,7 @@ from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.evaluation.verdict import Verdict
 from headrace.actors.rollouts.rollout import outcome_of
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import HostPort, Stream
 from headrace.serve.gateway.capture.events import Exhausted
 

@@ -14,7 +14,7 @@ from headrace.actors.agents.installation import PINNED
 from headrace.actors.errors import ConfigError
 from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.run.config import load_recipe
-from headrace.buffer.tasks import OF_EPISODES, EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task, TaskId
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 PROGRAMS = tuple(kind for kind in AgentKind if AgentSection(kind=kind).is_program)

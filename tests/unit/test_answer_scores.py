@@ -6,8 +6,8 @@ import pytest
 
 from headrace.actors.evaluation.answer import last_answer, normalized, score_answer
 from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
-from headrace.buffer.tasks import AnswerSpec
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.task import AnswerSpec
+from headrace.buffer.trajectories.types import Cause
 
 SPEC = AnswerSpec(targets=("The Beatles", "Beatles band"))
 

@@ -20,8 +20,8 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import TaskId, load_tasks, write_tasks
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
 from headrace.policies.learners.checkpoints import Manifest, publish, stage, write_manifest
 from headrace.sandboxes.key_files import make_key

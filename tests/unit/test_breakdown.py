@@ -12,12 +12,12 @@ from headrace.actors.record.parts import in_part
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.services.figures import current_service_time
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.breakdown import MAX_NAMES, MAX_PARTS, PARTS, Breakdown, is_of_agent, place_of, summed
 from headrace.buffer.core.classification import classify
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.sanitizer import plain_breakdown
-from headrace.buffer.types import Cause, Outcome
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import MAX_NAMES, MAX_PARTS, PARTS, Breakdown, is_of_agent, place_of, summed
+from headrace.buffer.trajectories.sanitizer import plain_breakdown
+from headrace.buffer.trajectories.types import Cause, Outcome
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason
 from headrace.serve.gateway.capture.rows import SessionReport, report_of
 from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec

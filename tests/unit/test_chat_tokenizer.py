@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.buffer.datasets.terminal import Split, problems
+from headrace.buffer.tasks.datasets.terminal import Split, problems
 from headrace.policies.errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
 from headrace.policies.models.tiny import END, PIECES, ROLE_MARKERS, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer

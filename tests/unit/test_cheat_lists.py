@@ -13,8 +13,8 @@ from benches.cheating.repositories import REPOSITORIES
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.launch import refuse_short_evaluations
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec
-from headrace.buffer.verifiers import VerifierForm, VerifierSpec
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec
+from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 
 
 def test_the_cheat_bench_has_at_least_100_distinct_pairs() -> None:

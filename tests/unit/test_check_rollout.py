@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.errors import ConfigError, RunError
 from headrace.actors.held_out.check import prepare_check, read_check
-from headrace.buffer.datasets.terminal import Split, generate
+from headrace.buffer.tasks.datasets.terminal import Split, generate
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "scripts" / "recipes" / "quickstart.toml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners import checkpoint_retention as retention
 from headrace.policies.learners import checkpoints
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.buffer.types import BatchId, RolloutId
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import BatchId, RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old

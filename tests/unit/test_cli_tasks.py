@@ -14,8 +14,8 @@ from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import load_tasks
-from headrace.buffer.types import Outcome, RolloutResult
+from headrace.buffer.tasks.task import load_tasks
+from headrace.buffer.trajectories.types import Outcome, RolloutResult
 
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "simulated.toml"
 OPTIONS = ("buffer.max_attempts=1", "buffer.park_after=1", "tasks.train_count=6")

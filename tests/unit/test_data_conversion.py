@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from headrace.actors.services.corpus import read_passages
-from headrace.buffer.datasets.archives import ArchiveBounds, unpack
-from headrace.buffer.datasets.converters import Converted, SettingsRefused, convert
-from headrace.buffer.datasets.recognition import form_of_row
-from headrace.buffer.datasets.rows import SourceRefused
-from headrace.buffer.tasks import EvaluatorKind, load_tasks
+from headrace.buffer.tasks.datasets.archives import ArchiveBounds, unpack
+from headrace.buffer.tasks.datasets.converters import Converted, SettingsRefused, convert
+from headrace.buffer.tasks.datasets.recognition import form_of_row
+from headrace.buffer.tasks.datasets.rows import SourceRefused
+from headrace.buffer.tasks.task import EvaluatorKind, load_tasks
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not beside this checkout")

@@ -19,7 +19,7 @@ from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
 from headrace.buffer.audit.export import export_schema
 from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
-from headrace.buffer.tasks import load_tasks
+from headrace.buffer.tasks.task import load_tasks
 from headrace.serve.tracing import span_names
 
 ROOT = Path(__file__).resolve().parents[2]

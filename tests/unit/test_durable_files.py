@@ -20,7 +20,7 @@ from headrace.buffer.primitives.durable_files import (
     replace_file,
     write_private,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.processes.server_process import announce
 from support.full_disks import files_of_at_most

@@ -11,8 +11,8 @@ import pytest
 from opentelemetry import trace
 
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.types import VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock

@@ -12,7 +12,7 @@ from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, En
 from headrace.actors.engine_group.requests import RequestBox, ask_group
 from headrace.actors.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.layout import group_name

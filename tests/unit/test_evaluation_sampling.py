@@ -12,7 +12,7 @@ from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.parts import evaluation_terms, recipe_digest, training_terms
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, write_manifest
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"

@@ -25,7 +25,7 @@ from headrace.actors.evaluation.verdict import (
     solved,
 )
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import (
+from headrace.buffer.tasks.task import (
     EvaluatorKind,
     EvaluatorPart,
     EvaluatorSpec,
@@ -36,7 +36,7 @@ from headrace.buffer.tasks import (
     task_digest,
     write_tasks,
 )
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 
 STATE = {"kind": "state", "check": "raise SystemExit(1)"}
 FUNCTION = {"kind": "function", "function": "support.scoring_functions:brevity"}

@@ -35,12 +35,12 @@ from headrace.actors.record.running import FOLDER, RunningFile, RunningRollout, 
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.types import Batch, Cause, RolloutOrder, RolloutResult, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.types import Batch, Cause, RolloutOrder, RolloutResult, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.serve.tracing.retention import RetentionConfig, older_files
 from support import replay_cases as cases
 from support.ledger_life import BROKE

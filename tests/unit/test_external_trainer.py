@@ -25,7 +25,7 @@ from headrace.actors.training.learner import LearnerLoopConfig, Stage
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall, Weights
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.types import RolloutId
+from headrace.buffer.trajectories.types import RolloutId
 from headrace.policies.errors import LeaseLost, ModelInvalid, TrainerRefused
 from headrace.policies.learners.checkpoints import check_checkpoint, read_manifest
 from headrace.policies.learners.config import LearnerConfig

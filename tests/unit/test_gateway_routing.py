@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.buffer.types import VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.http.routing import EngineRoute, Lineage, Router, RoutingTable

@@ -24,8 +24,8 @@ from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger import ledger as ledger_module
 from headrace.buffer.ledger.ledger import Ledger, bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import CheckpointRef, GroupId, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import CheckpointRef, GroupId, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from support import replay_cases as cases
 

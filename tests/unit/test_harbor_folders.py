@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.buffer.datasets.converters import SettingsRefused, convert
-from headrace.buffer.datasets.harbor import HarborSettings, gold_script, read_dockerfile, read_folders, task_of
-from headrace.buffer.datasets.rows import RowRefused
-from headrace.buffer.task_parts import EnvironmentSpec
-from headrace.buffer.tasks import EvaluatorKind, load_tasks
-from headrace.buffer.verifiers import VerifierForm
+from headrace.buffer.tasks.datasets.converters import SettingsRefused, convert
+from headrace.buffer.tasks.datasets.harbor import HarborSettings, gold_script, read_dockerfile, read_folders, task_of
+from headrace.buffer.tasks.datasets.rows import RowRefused
+from headrace.buffer.tasks.parts import EnvironmentSpec
+from headrace.buffer.tasks.task import EvaluatorKind, load_tasks
+from headrace.buffer.tasks.verifiers import VerifierForm
 from support.conversions import split
 
 SETTINGS = HarborSettings(images={"ubuntu:22.04": "/images/jammy"})

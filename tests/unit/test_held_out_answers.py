@@ -31,8 +31,8 @@ from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.training.replay import Evaluated
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause, RolloutId
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import Cause, RolloutId
 from headrace.serve.gateway.capture.rows import TranscriptTurn
 from headrace.serve.gateway.http.codec import FinishForm
 

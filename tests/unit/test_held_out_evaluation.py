@@ -28,8 +28,8 @@ from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest, write_tasks
-from headrace.buffer.types import Purpose
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest, write_tasks
+from headrace.buffer.trajectories.types import Purpose
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.sandboxes.pool.pool import PoolConfig
 

@@ -12,7 +12,7 @@ from headrace.actors.record.running import FOLDER, RunningFile, RunningRollout, 
 from headrace.actors.slowness.in_flight import SILENT_S, in_flight
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import RolloutOrder
+from headrace.buffer.trajectories.types import RolloutOrder
 from support import replay_cases as cases
 
 NOW = 1_800_000_000.0

@@ -15,7 +15,7 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.records import GroupState, RolloutState
-from headrace.buffer.types import Cause
+from headrace.buffer.trajectories.types import Cause
 
 GROUP, STEPS = 8, 12
 BOUND = 8

@@ -15,7 +15,7 @@ from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import service_time
 from headrace.actors.services.service import NO_SERVICES, Services
-from headrace.buffer.step_scores import Credit, ScoredStep, TokenSpan
+from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, TokenSpan
 from headrace.serve.gateway.capture.rows import Lineage
 from support.scripted_service import ScriptedService, completion, text
 from support.scripted_service import json as answer_with

@@ -17,8 +17,8 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import CheckpointLate, StaleEpoch
-from headrace.buffer.types import Batch
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.simulated import SimulatedEnginesConfig, SimulatedLearner, SimulatedLearnerConfig

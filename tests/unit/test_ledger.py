@@ -14,14 +14,14 @@ import pytest
 
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.codec import decode, encode
 from headrace.buffer.core.records import AttemptRecord
 from headrace.buffer.errors import CodecError, LedgerBroken, LedgerDiskFull, LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory, unreadable
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import Cause, RolloutId, Trajectory
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.codec import decode, encode
+from headrace.buffer.trajectories.types import Cause, RolloutId, Trajectory
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

@@ -28,8 +28,8 @@ from headrace.buffer.ledger.copies import (
     write_copy,
 )
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import (
     Manifest,

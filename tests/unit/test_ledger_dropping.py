@@ -10,8 +10,8 @@ import pytest
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,

@@ -18,11 +18,11 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.export import export
 from headrace.buffer.audit.export_columns import converted, export_columns
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.errors import ExportRefused, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.types import StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 from support.recorded_spans import recorded_spans
 

@@ -18,8 +18,8 @@ from headrace.buffer.ledger.ledger import Ledger, bring_up_to_date
 from headrace.buffer.ledger.migration import migrate_archive
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 TESTS = Path(__file__).parents[1]

@@ -26,9 +26,9 @@ from headrace.buffer.core.records import Action, RolloutState
 from headrace.buffer.errors import LeaseError, LedgerMismatch
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import write_tasks
-from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import write_tasks
+from headrace.buffer.trajectories.types import BatchId, CheckpointRef, RolloutId, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,

@@ -20,8 +20,8 @@ from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import Cause, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,

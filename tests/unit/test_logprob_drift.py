@@ -11,7 +11,7 @@ import pytest
 from headrace.actors.record.logprob_drift import drift_totals, mismatch_alarm
 from headrace.actors.record.metrics import MetricsLog, StepMetric, read_metrics
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import (
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
     BatchLease,
@@ -22,7 +22,7 @@ from headrace.buffer.types import (
     TokenRatios,
     VersionSpan,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.logprob_drift import DriftMeter, DriftSums
 from support import replay_cases as cases
 

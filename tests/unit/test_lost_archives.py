@@ -14,8 +14,8 @@ from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import lost_rollouts, verify
 from headrace.buffer.errors import LedgerMismatch, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,

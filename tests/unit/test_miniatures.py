@@ -11,8 +11,8 @@ import pytest
 
 from headrace.actors.chat import ChatMessage
 from headrace.actors.loop.contexts import HeadAndTail, head_share, marker
-from headrace.buffer.datasets.facts import VALUES, facts, questions, write_corpus
-from headrace.buffer.datasets.terminal import Split
+from headrace.buffer.tasks.datasets.facts import VALUES, facts, questions, write_corpus
+from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import MINIATURES
 from headrace.policies.miniatures.demonstrations import Message

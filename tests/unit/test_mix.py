@@ -22,9 +22,9 @@ from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.task_sources.shares import Mix, Source
 from headrace.buffer.errors import DataExhausted, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import Task, TaskId
-from headrace.buffer.types import Cause, CheckpointRef, RolloutOrder, StepReport, extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import Task, TaskId
+from headrace.buffer.trajectories.types import Cause, CheckpointRef, RolloutOrder, StepReport, extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

@@ -15,7 +15,7 @@ from headrace.actors.run.launch import RunRequest, load_task_sets, prepare, reop
 from headrace.actors.run.parts import evaluation_sampling, source_parts
 from headrace.actors.simulation.recipe_plan import plan_keys
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import load_tasks, write_tasks
+from headrace.buffer.tasks.task import load_tasks, write_tasks
 from support import replay_cases as cases
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import load_recipe
-from headrace.buffer.types import Batch
+from headrace.buffer.trajectories.types import Batch
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.observation import observation_loss

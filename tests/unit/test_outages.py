@@ -11,8 +11,8 @@ from headrace.buffer.core.records import Charge, RolloutState
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger.ledger import Ledger
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

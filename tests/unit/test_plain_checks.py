@@ -6,7 +6,7 @@ import pytest
 
 from headrace.actors.evaluation.checks import imports_only
 from headrace.actors.in_sandbox import source
-from headrace.buffer.datasets.terminal import STATE_CHECK
+from headrace.buffer.tasks.datasets.terminal import STATE_CHECK
 from headrace.sandboxes.launcher.commands import PRELOADED
 
 PLAIN = [

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from headrace.buffer.core.acceptance import ALWAYS, NEVER, GroupView, every_member, parse_rule
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.records import GroupState, RolloutState, Snapshot
-from headrace.buffer.types import Cause, ReceiptStatus
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause, ReceiptStatus
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

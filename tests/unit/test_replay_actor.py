@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from headrace.actors.training.replay import Replay
-from headrace.buffer.types import Cause, CheckpointRef, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause, CheckpointRef, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

@@ -19,8 +19,8 @@ from headrace.buffer.errors import (
     StaleEpoch,
     VersionMismatch,
 )
-from headrace.buffer.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

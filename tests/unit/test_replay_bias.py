@@ -16,7 +16,7 @@ import pytest
 from headrace.buffer.core.advantages import deviation_square_sum, deviation_sum
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.records import RolloutState, Snapshot, TaskRecord
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

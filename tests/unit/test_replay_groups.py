@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import EvaluationRecord, FilterReason, GroupState, RolloutState
-from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

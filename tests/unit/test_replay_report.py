@@ -8,8 +8,8 @@ from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.report import acceptance
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.ledger.ledger import Ledger
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

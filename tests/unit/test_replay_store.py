@@ -20,9 +20,9 @@ from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.sanitizer import MAX_TEXT
-from headrace.buffer.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.sanitizer import MAX_TEXT
+from headrace.buffer.trajectories.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

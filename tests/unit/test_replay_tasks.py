@@ -18,9 +18,9 @@ from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger.ledger import Ledger
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

@@ -20,8 +20,8 @@ from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import CheckpointMissing, LedgerMismatch, LedgerRefused
 from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.types import StepReport
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import StepReport
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, best_checkpoint, end_evaluation
 from headrace.policies.learners.checkpoints import (
     Manifest,

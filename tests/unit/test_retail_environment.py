@@ -16,8 +16,8 @@ from headrace.actors.environments.retail.environment import ACTIONS, RetailConfi
 from headrace.actors.environments.retail.tools import TOOLS
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.service import ServiceDown
-from headrace.buffer.tasks import EnvironmentSpec
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.task import EnvironmentSpec
+from headrace.buffer.trajectories.types import Cause
 from support.retail_shop import (
     CANCEL,
     POLICY,

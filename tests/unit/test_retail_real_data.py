@@ -19,8 +19,8 @@ import pytest
 
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, call
-from headrace.buffer.datasets.tau import IDLE_FAMILY, WRITES, TauSettings, read_retail
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.datasets.tau import IDLE_FAMILY, WRITES, TauSettings, read_retail
+from headrace.buffer.tasks.task import Task
 from support.conversions import split as parted
 from support.retail_shop import open_episode, play_oracle
 

@@ -15,8 +15,8 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts import rollout
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.sandboxes.pool.pool import Pool, PoolConfig

@@ -15,9 +15,9 @@ from headrace.buffer.core.records import BatchState, Charge, FilterReason, Rollo
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.errors import LeaseError
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.types import Cause, RolloutId, StepReport, Trajectory
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import Cause, RolloutId, StepReport, Trajectory
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig, row_limits
 from support import replay_cases as cases
 

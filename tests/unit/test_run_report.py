@@ -22,9 +22,9 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.report import acceptance
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.machine import PushOutcome

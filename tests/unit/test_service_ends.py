@@ -23,8 +23,8 @@ from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.training.replay import refuse_all_parked
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.tasks import TaskId, load_tasks
-from headrace.buffer.types import Outcome, RolloutResult
+from headrace.buffer.tasks.task import TaskId, load_tasks
+from headrace.buffer.trajectories.types import Outcome, RolloutResult
 from support.run_rig import RECIPE
 
 WAIT_S = 60.0

@@ -32,9 +32,9 @@ from headrace.actors.services.clients import ServiceClients, refuse_silent_servi
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.service import NO_SERVICES, ServiceDown
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.task_parts import EnvironmentSpec, JudgeSpec
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
-from headrace.buffer.types import Cause
+from headrace.buffer.tasks.parts import EnvironmentSpec, JudgeSpec
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
+from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.key_files import make_key, read_key
 from support.scripted_service import ScriptedService, completion, cut_off, silent, text
 from support.scripted_service import json as answer_with

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.buffer.types import VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies import errors
 from headrace.policies.engine import Completion, GenerateRequest, Grammar, GrammarKind, RequestId
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion

@@ -19,7 +19,7 @@ from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer
 from headrace.actors.environments.shell import ShellConfig
-from headrace.buffer.datasets.terminal import Kind, Split, problems
+from headrace.buffer.tasks.datasets.terminal import Kind, Split, problems
 from headrace.sandboxes.base import ExecResult
 from headrace.sandboxes.errors import ExecTimeout
 

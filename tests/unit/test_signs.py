@@ -13,7 +13,7 @@ from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.progress_signs import WorkClocks, signs_of
 from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import LearnerStatus, Stage
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.http.gateway import GatewayStats
 

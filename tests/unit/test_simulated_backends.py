@@ -23,8 +23,8 @@ from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion
 from headrace.policies.errors import LearnerNotOpen
 from headrace.policies.learners.checkpoints import read_checkpoint, read_manifest

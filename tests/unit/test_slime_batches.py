@@ -7,9 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Row, Trajectory
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import (
+    Batch,
+    BatchId,
+    BatchItem,
+    BatchLease,
+    GroupId,
+    RolloutId,
+    Row,
+    Trajectory,
+)
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
 from headrace.policies.learners.slime import batches
 

@@ -18,8 +18,8 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.simulated import Served, SimulatedEngine, SimulatedEnginesConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 from headrace.serve.gateway.capture.session import SessionId

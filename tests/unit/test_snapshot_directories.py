@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineRefused, EngineTimeout, ModelInvalid
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot

@@ -17,9 +17,18 @@ from headrace.actors.training.learner import shuffle_rewards
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import FilterReason, RolloutState
 from headrace.buffer.ledger.store import ReplayStore
-from headrace.buffer.step_scores import Credit, ScoredStep, StepScores, TokenSpan
-from headrace.buffer.types import Batch, BatchItem, BatchLease, Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.trajectories.types import (
+    Batch,
+    BatchItem,
+    BatchLease,
+    Cause,
+    GroupId,
+    RolloutId,
+    RolloutOrder,
+    RolloutResult,
+)
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from support import replay_cases as cases

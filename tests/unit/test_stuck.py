@@ -13,8 +13,8 @@ from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.running_book import RunningBook
 from headrace.actors.rollouts.stuck import MAX_TASKS, StuckWatch
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.types import GroupId, RolloutId, RolloutOrder
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.types import GroupId, RolloutId, RolloutOrder
 from support.gateway_rig import until
 
 

@@ -8,8 +8,8 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.core.suspect_hosts import PROBE_S, HostRecords, exact_test
-from headrace.buffer.types import Cause
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 
 FIRST = PolicyVersion(1, 0)

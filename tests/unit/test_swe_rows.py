@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.buffer.datasets.rows import RowRefused
-from headrace.buffer.datasets.swe import SweEnvironment, read_repositories, task_of
-from headrace.buffer.repositories import Command, Script, Swepro, TestIds
-from headrace.buffer.tasks import EvaluatorKind, load_tasks, write_tasks
+from headrace.buffer.tasks.datasets.rows import RowRefused
+from headrace.buffer.tasks.datasets.swe import SweEnvironment, read_repositories, task_of
+from headrace.buffer.tasks.repositories import Command, Script, Swepro, TestIds
+from headrace.buffer.tasks.task import EvaluatorKind, load_tasks, write_tasks
 from support.conversions import split
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "swe"

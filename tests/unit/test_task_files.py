@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import EvaluatorKind, load_tasks, task_digest, tasks_digest, write_tasks
+from headrace.buffer.tasks.datasets.terminal import Split, generate
+from headrace.buffer.tasks.task import EvaluatorKind, load_tasks, task_digest, tasks_digest, write_tasks
 
 STATE = {"kind": "state", "check": "raise SystemExit(1)"}
 REPOSITORY = {"workdir": "/repo", "grader": {"kind": "test_ids", "fail_to_pass": ["tests/test_a.py::test_b"]}}

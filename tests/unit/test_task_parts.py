@@ -13,8 +13,8 @@ import pytest
 from headrace.actors.evaluation.verdict import task_resources
 from headrace.actors.rollouts.stations import lowered
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.task_parts import TaskLimits, secret_in_prompt
-from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
+from headrace.buffer.tasks.parts import TaskLimits, secret_in_prompt
+from headrace.buffer.tasks.task import load_tasks, task_digest, write_tasks
 from headrace.serve.gateway.capture.session import Budgets
 
 SECRET = "You are Ada and you want to return the blue lamp without saying why."

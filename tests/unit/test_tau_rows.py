@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 
 from headrace.actors.environments.retail.tools import TOOLS
-from headrace.buffer.datasets.converters import SettingsRefused, convert
-from headrace.buffer.datasets.rows import RowRefused
-from headrace.buffer.datasets.tau import INSTRUCTION, READS, WRITES, TauSettings, read_retail, task_of, tau2_task_of
-from headrace.buffer.tasks import load_tasks, task_digest
+from headrace.buffer.tasks.datasets.converters import SettingsRefused, convert
+from headrace.buffer.tasks.datasets.rows import RowRefused
+from headrace.buffer.tasks.datasets.tau import (
+    INSTRUCTION,
+    READS,
+    WRITES,
+    TauSettings,
+    read_retail,
+    task_of,
+    tau2_task_of,
+)
+from headrace.buffer.tasks.task import load_tasks, task_digest
 from support.conversions import split
 from support.retail_shop import CANCEL, retail_task, secret_of
 from support.retail_shop import INSTRUCTION as WISHES

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.actors.evaluation.comparison import last_answer, same_json
 from headrace.actors.in_sandbox import source
-from headrace.buffer.datasets.terminal import (
+from headrace.buffer.tasks.datasets.terminal import (
     NAMES,
     WORDS,
     WORKSPACE,
@@ -25,7 +25,7 @@ from headrace.buffer.datasets.terminal import (
     guesses,
     problems,
 )
-from headrace.buffer.tasks import EvaluatorKind
+from headrace.buffer.tasks.task import EvaluatorKind
 
 LITTER = ("echo x > extra", "mkdir folder", "ln -s /etc link")
 ONE_OF_EACH = problems(3, len(Kind), Split.TRAIN)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.buffer import codec
 from headrace.buffer.errors import CodecError
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.token_kinds import TokenKind, from_runs, to_runs
-from headrace.buffer.types import Row, Trajectory
+from headrace.buffer.trajectories import codec
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.token_kinds import TokenKind, from_runs, to_runs
+from headrace.buffer.trajectories.types import Row, Trajectory
 from headrace.policies.errors import TokenizerInvalid
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.gateway.capture.rows import report_of

@@ -18,9 +18,9 @@ from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.told import chosen, place_of_rollout, slow_lines, waterfall, waterfall_lines
 from headrace.actors.slowness.verdicts import explain
 from headrace.actors.slowness.waterfall_html import WIDTH, verdict_text, waterfall_fragment, waterfall_page
-from headrace.buffer.breakdown import Breakdown
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.trajectories.breakdown import Breakdown
 from support import replay_cases as cases
 from support.html_elements import Elements
 

@@ -26,7 +26,7 @@ from headrace.actors.traces.receiver import Receiver
 from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.buffer.types import Cause, RolloutOrder
+from headrace.buffer.trajectories.types import Cause, RolloutOrder
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 from headrace.serve.tracing.tracing import describe, start_rollout_span, trace_id_for

@@ -11,8 +11,8 @@ import pytest
 from headrace.actors.evaluation.verdict import EvaluatorFault
 from headrace.actors.evaluation.verifier import parse_reward
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
-from headrace.buffer.verifiers import VerifierForm, pytest_files
+from headrace.buffer.tasks.task import load_tasks, task_digest, write_tasks
+from headrace.buffer.tasks.verifiers import VerifierForm, pytest_files
 
 HIDDEN = {"/tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"}
 HARBOR: dict[str, Any] = {"kind": "verifier", "verifier": {"form": "harbor"}, "hidden_files": HIDDEN}

@@ -15,7 +15,7 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.archive import ARCHIVE
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.database import connect
-from headrace.buffer.types import CheckpointRef
+from headrace.buffer.trajectories.types import CheckpointRef
 from headrace.policies.learners.checkpoints import Manifest, write_manifest
 from support import replay_cases as cases
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.buffer.core.staleness import StalenessBound
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.trajectories.versions import PolicyVersion, VersionTree
 
 
 def tree() -> VersionTree:

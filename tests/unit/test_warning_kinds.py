@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from headrace.actors.chat import ChatCall, ChatMessage
 from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
 from headrace.actors.templates import MarkedText, filled_around
-from headrace.buffer.token_kinds import OBSERVED, TokenKind, to_runs
-from headrace.buffer.types import Row
+from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind, to_runs
+from headrace.buffer.trajectories.types import Row
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.gateway.capture.rows import report_of
 from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec

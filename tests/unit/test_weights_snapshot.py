@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 
 

@@ -31,8 +31,8 @@ from headrace.actors.evaluation.verdict import Verdict, failed, solved
 from headrace.actors.services.rule_user import STOP, normalised
 from headrace.actors.services.service import Services
 from headrace.actors.services.user_simulators import Goal, GoldAction, SimulatorConfig, UserSimulator, make_user
-from headrace.buffer.datasets.tau import KIND
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.datasets.tau import KIND
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
 ACTIONS: Final = frozenset({*TOOLS, RESPOND})

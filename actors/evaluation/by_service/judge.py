@@ -25,8 +25,8 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.services.service import HelperModel, ServiceDown
 from headrace.actors.templates import filled
-from headrace.buffer.sanitizer import without_surrogates
-from headrace.buffer.task_parts import JudgeSpec
+from headrace.buffer.tasks.parts import JudgeSpec
+from headrace.buffer.trajectories.sanitizer import without_surrogates
 
 TEMPLATE: Final = """\
 You grade the work of an agent. Below are its task, the whole conversation between the agent and its environment\

@@ -13,8 +13,8 @@ from typing import Any
 from headrace.actors.evaluation.functions import document_of
 from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest, Verdict, rewarded_by
 from headrace.actors.services.service import RewardServer
-from headrace.buffer.sanitizer import without_surrogates
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
+from headrace.buffer.trajectories.sanitizer import without_surrogates
 
 
 async def score_by_server(request: EvaluationRequest, episode: EpisodeRecord, server: RewardServer) -> Verdict:

@@ -23,9 +23,9 @@ from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.registry import METHODS, OutsideService
 from headrace.actors.services.service import Services
 from headrace.actors.templates import check_names
-from headrace.buffer.sanitizer import clean_text
-from headrace.buffer.task_parts import least
-from headrace.buffer.tasks import OF_SERVICES, EvaluatorKind, Task
+from headrace.buffer.tasks.parts import least
+from headrace.buffer.tasks.task import OF_SERVICES, EvaluatorKind, Task
+from headrace.buffer.trajectories.sanitizer import clean_text
 
 _KINDS: Final = {EvaluatorKind.HTTP: ServiceKind.REWARD, EvaluatorKind.JUDGE: ServiceKind.MODEL}
 

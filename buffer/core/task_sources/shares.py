@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.source_names import source_name
-from headrace.buffer.tasks import TaskId
+from headrace.buffer.tasks.task import TaskId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

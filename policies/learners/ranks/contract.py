@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from headrace.buffer.types import Batch, CheckpointRef
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.logprob_drift import DriftSums
 from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 

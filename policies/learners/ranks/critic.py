@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.buffer.packing import pack
+from headrace.buffer.trajectories.packing import pack
 from headrace.policies.learners import megatron_checkpoint, megatron_model
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
 from headrace.policies.learners.micro_batches import collate

@@ -18,7 +18,7 @@ import torch.distributed
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from headrace.buffer.packing import distribute, pack
+from headrace.buffer.trajectories.packing import distribute, pack
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
 from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
@@ -36,8 +36,8 @@ from headrace.policies.models.qwen_config import QwenConfig
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from headrace.buffer.types import Batch, CheckpointRef
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import Batch, CheckpointRef
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
 
 

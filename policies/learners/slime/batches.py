@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.buffer.row_limits import RowLimits
-from headrace.buffer.types import Batch, BatchItem, Row
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.types import Batch, BatchItem, Row
 from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
 
 PER_ROW = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
-from headrace.buffer.repositories import Command, TestIds
+from headrace.buffer.tasks.repositories import Command, TestIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

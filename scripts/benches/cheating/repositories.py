@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from headrace.actors.evaluation.patch import file_diff
-from headrace.buffer.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 REPOSITORY: Final = "/workspace/calc"
 PACKAGES: Final = "/opt/packages"

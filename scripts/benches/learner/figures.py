@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from benches.learner.memory import head_memory_ratio, peak_bytes
 from benches.learner.plain_loop import PlainLoop
-from headrace.buffer.packing import pack
-from headrace.buffer.types import (
+from headrace.buffer.trajectories.packing import pack
+from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
     BatchItem,
@@ -30,7 +30,7 @@ from headrace.buffer.types import (
     Trajectory,
     VersionSpan,
 )
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_trainer
 from headrace.policies.models.qwen_config import QwenConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from headrace.buffer.types import BatchItem
+from headrace.buffer.trajectories.types import BatchItem
 from headrace.policies.models.qwen_config import QwenConfig
 
 if TYPE_CHECKING:

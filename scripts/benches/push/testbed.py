@@ -23,7 +23,7 @@ import aiohttp
 from opentelemetry.trace import NoOpTracer
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot

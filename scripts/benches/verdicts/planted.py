@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from headrace.actors.simulated.tasks import task_name
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
-from headrace.buffer.breakdown import BOOT, ENGINE_DECODE, EVALUATE_CHECK, GATE, QUEUE, TOOL
+from headrace.buffer.trajectories.breakdown import BOOT, ENGINE_DECODE, EVALUATE_CHECK, GATE, QUEUE, TOOL
 
 TOOLS: Final = ("bash", "edit", "search")
 SLOTS, GROUP, STEPS = 64, 8, 8

@@ -11,9 +11,9 @@ from statistics import median
 
 from benches.verdicts.planted import Cause, Planted
 from headrace.buffer.audit.evidence import Evidence
-from headrace.buffer.breakdown import Breakdown
-from headrace.buffer.types import Cause as End
-from headrace.buffer.types import RolloutId
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.types import Cause as End
+from headrace.buffer.trajectories.types import RolloutId
 
 LABELS = ("host", "image", "engines", "task")
 

@@ -29,7 +29,7 @@ from headrace.actors.slowness.factors import LEAST_SUPPORT
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.verdicts import SlowReport, explain
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.types import RolloutId
+from headrace.buffer.trajectories.types import RolloutId
 
 PROCESSES: Final = 2
 MOST_DRAWS: Final = 10

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
-from headrace.buffer.token_kinds import KindRuns
-from headrace.buffer.types import VersionSpan
+from headrace.buffer.trajectories.token_kinds import KindRuns
+from headrace.buffer.trajectories.types import VersionSpan
 from headrace.serve.gateway.capture.echoes import Drift
 from headrace.serve.gateway.conversation import Purpose, TurnAnswer
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.buffer.token_kinds import OBSERVED, TokenKind, from_runs
-from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind, from_runs
+from headrace.buffer.trajectories.types import Row, Trajectory, VersionSpan
 from headrace.serve.gateway.capture.coverage import Coverage
 from headrace.serve.gateway.capture.events import Exhausted, Status
 from headrace.serve.gateway.capture.session import Session, SessionId, TrainedPart

@@ -22,7 +22,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import NewType
 
-from headrace.buffer.token_kinds import KindRuns, TokenKind
+from headrace.buffer.trajectories.token_kinds import KindRuns, TokenKind
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason, Grammar
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.gateway.capture.events import (

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import orjson
 
-from headrace.buffer.types import VersionSpan
+from headrace.buffer.trajectories.types import VersionSpan
 from headrace.sandboxes.private_folders import make_missing
 from headrace.serve.gateway.capture.echoes import Drift
 from headrace.serve.gateway.capture.events import (

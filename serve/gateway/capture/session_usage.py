@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from headrace.buffer.breakdown import (
+from headrace.buffer.primitives.critical_path import Segment, critical_path
+from headrace.buffer.trajectories.breakdown import (
     ENGINE,
     ENGINE_DECODE,
     ENGINE_PREFILL,
@@ -23,7 +24,6 @@ from headrace.buffer.breakdown import (
     RECORD,
     TOOL,
 )
-from headrace.buffer.primitives.critical_path import Segment, critical_path
 from headrace.policies.engine import Completion
 
 MAX_INTERVALS: Final = 20_000

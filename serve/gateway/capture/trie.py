@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.buffer.token_kinds import KindRuns
-from headrace.buffer.types import VersionSpan
+from headrace.buffer.trajectories.token_kinds import KindRuns
+from headrace.buffer.trajectories.types import VersionSpan
 from headrace.serve.gateway.capture.echoes import Drift, KnownChanges, Served, Words, changes_of, digest
 from headrace.serve.gateway.capture.events import Origin, Recorded, Status
 from headrace.serve.gateway.capture.matching import (

@@ -17,8 +17,8 @@ import numpy as np
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.buffer.token_kinds import KindRuns, from_runs, to_runs
-from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.buffer.trajectories.token_kinds import KindRuns, from_runs, to_runs
+from headrace.buffer.trajectories.types import Row, Trajectory, VersionSpan
 from headrace.serve.gateway.capture.events import Exhausted
 from headrace.serve.gateway.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn, tree_of
 from headrace.serve.gateway.capture.session import (

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from opentelemetry.trace import Tracer
 from opentelemetry.util.types import AttributeValue
 
-from headrace.buffer.breakdown import GATE
+from headrace.buffer.trajectories.breakdown import GATE
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import EngineDown, EngineError, GrammarMissing, GrammarRefused, PromptTooLong

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from headrace.buffer.token_kinds import KindRuns
+from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.policies.errors import TemplateRefused
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.gateway.capture.session import Session

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.buffer.types import VersionSpan
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.types import VersionSpan
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 
 if TYPE_CHECKING:

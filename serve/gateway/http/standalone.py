@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.processes.engine_keys import EngineKeyFiles, read_engine_key
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine

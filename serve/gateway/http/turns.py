@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeVar
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from headrace.buffer.breakdown import RENDER
 from headrace.buffer.primitives.single_flight import SingleFlight
+from headrace.buffer.trajectories.breakdown import RENDER
 from headrace.policies.engine import (
     MAX_GRAMMAR_CHARACTERS,
     Completion,

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace.buffer.token_kinds import KindRuns, TokenKind, to_runs
+from headrace.buffer.trajectories.token_kinds import KindRuns, TokenKind, to_runs
 from headrace.serve.gateway.conversation import Message, Role, Text, ToolResult, WarningText
 
 _OPENING: Final = {TokenKind.PROMPT: "\ufdd0", TokenKind.OBSERVATION: "\ufdd1", TokenKind.WARNING: "\ufdd3"}

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
 
-from headrace.buffer.token_kinds import KindRuns
+from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.gateway.conversation import Message, ToolCall, ToolSpec
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from headrace.buffer.token_kinds import KindRuns
+from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.policies.errors import TemplateRefused, TokenizerInvalid
 from headrace.policies.tokens.chat_template import Ending
 from headrace.policies.tokens.tokenizer import ChatTokenizer

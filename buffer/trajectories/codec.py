@@ -20,9 +20,9 @@ import numpy as np
 import zstandard
 
 from headrace.buffer.errors import CodecError
-from headrace.buffer.sanitizer import plain_float, plain_int
-from headrace.buffer.token_kinds import KINDS, KindRuns, from_runs, to_runs
-from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.buffer.trajectories.sanitizer import plain_float, plain_int
+from headrace.buffer.trajectories.token_kinds import KINDS, KindRuns, from_runs, to_runs
+from headrace.buffer.trajectories.types import Row, Trajectory, VersionSpan
 
 FORMAT = 2
 _WITHOUT_KINDS = 1

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.buffer.datasets.recognition import converted
-from headrace.buffer.datasets.rows import Item, RowRefused, read_rows
-from headrace.buffer.task_parts import EnvironmentSpec, TaskMessage, TaskOrigin
-from headrace.buffer.tasks import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.datasets.recognition import converted
+from headrace.buffer.tasks.datasets.rows import Item, RowRefused, read_rows
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskMessage, TaskOrigin
+from headrace.buffer.tasks.task import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 KIND: Final = "search"
 _ROLES: Final = ("system", "user")

@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 from pydantic import ConfigDict
 
-from headrace.buffer.repositories import is_plain_path
+from headrace.buffer.tasks.repositories import is_plain_path
 
 TESTS: Final = "/tests"
 LOGS: Final = "/logs"

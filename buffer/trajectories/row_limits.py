@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.buffer.types import Row, Trajectory
+from headrace.buffer.trajectories.types import Row, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,13 +25,13 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.buffer.datasets.archives import ArchiveBounds, is_archive, unpack
-from headrace.buffer.datasets.recognition import converted
-from headrace.buffer.datasets.rows import Item, RowRefused, SourceRefused, read_rows
-from headrace.buffer.repositories import is_plain_path
-from headrace.buffer.task_parts import EnvironmentSpec, TaskLimits, TaskOrigin
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.verifiers import TESTS, VerifierForm, VerifierSpec, why_not_runnable
+from headrace.buffer.tasks.datasets.archives import ArchiveBounds, is_archive, unpack
+from headrace.buffer.tasks.datasets.recognition import converted
+from headrace.buffer.tasks.datasets.rows import Item, RowRefused, SourceRefused, read_rows
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskLimits, TaskOrigin
+from headrace.buffer.tasks.repositories import is_plain_path
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.verifiers import TESTS, VerifierForm, VerifierSpec, why_not_runnable
 
 _NETWORK: Final = re.compile(
     r"(?<![\w./$-])(apt-get|apt|apk|yum|dnf|curl|wget|pip3?|pipx|uvx?|conda|npm|npx|cargo|git\s+clone)\s"

@@ -17,10 +17,10 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.buffer.datasets.recognition import converted
-from headrace.buffer.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
-from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.datasets.recognition import converted
+from headrace.buffer.tasks.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 KIND: Final = "retail"
 INSTRUCTION: Final = "Help the customer of the retail shop, according to the policy."

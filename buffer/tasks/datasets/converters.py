@@ -18,14 +18,14 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.buffer.datasets import harbor, search, swe, tau
-from headrace.buffer.datasets.origins import licence_of, source_digest
-from headrace.buffer.datasets.recognition import recognised
-from headrace.buffer.datasets.rows import Item, Refusal, RowRefused, SourceRefused
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.primitives.registry import Registry
-from headrace.buffer.task_parts import TaskOrigin
-from headrace.buffer.tasks import Task, parse_task, task_line
+from headrace.buffer.tasks.datasets import harbor, search, swe, tau
+from headrace.buffer.tasks.datasets.origins import licence_of, source_digest
+from headrace.buffer.tasks.datasets.recognition import recognised
+from headrace.buffer.tasks.datasets.rows import Item, Refusal, RowRefused, SourceRefused
+from headrace.buffer.tasks.parts import TaskOrigin
+from headrace.buffer.tasks.task import Task, parse_task, task_line
 
 Converter: TypeAlias = Callable[
     [Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]] | Iterator[Item]

@@ -20,10 +20,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.buffer.datasets.recognition import converted
-from headrace.buffer.datasets.rows import Item, RowRefused, read_rows
-from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.datasets.recognition import converted
+from headrace.buffer.tasks.datasets.rows import Item, RowRefused, read_rows
+from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
+from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 _BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")
 

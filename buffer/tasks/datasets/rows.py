@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.task import Task
 
 MAX_ROW_BYTES: Final = 64 << 20
 MAX_LIST_BYTES: Final = 256 << 20

@@ -22,8 +22,7 @@ from typing import Any, ClassVar, Final, NewType, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
-from headrace.buffer.task_parts import (
+from headrace.buffer.tasks.parts import (
     MAX_REWARD,
     STRICT,
     BinaryFile,
@@ -35,7 +34,8 @@ from headrace.buffer.task_parts import (
     secret_in_prompt,
     why_no_judge,
 )
-from headrace.buffer.verifiers import VerifierSpec, why_not_runnable
+from headrace.buffer.tasks.repositories import RepositorySpec, is_plain_path, why_unusable
+from headrace.buffer.tasks.verifiers import VerifierSpec, why_not_runnable
 
 TaskId = NewType("TaskId", str)
 _STRICT: Final = STRICT

@@ -12,7 +12,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, SupportsIndex, cast
 
-from headrace.buffer.breakdown import (
+from headrace.buffer.errors import VersionMismatch
+from headrace.buffer.trajectories.breakdown import (
     MAX_NAME_CHARACTERS,
     MAX_NAMES,
     MAX_PARTS,
@@ -21,10 +22,9 @@ from headrace.buffer.breakdown import (
     Label,
     summed,
 )
-from headrace.buffer.errors import VersionMismatch
-from headrace.buffer.step_scores import MAX_SCORE, Credit, ScoredStep, StepScores, TokenSpan
-from headrace.buffer.types import BatchId, CheckpointRef, Trajectory
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.trajectories.step_scores import MAX_SCORE, Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.trajectories.types import BatchId, CheckpointRef, Trajectory
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 MAX_TEXT = 65_536
 """Maximum number of characters in one string. Some strings are written by agents, and a row must stay small."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Final
 
-from headrace.buffer.datasets.rows import SourceRefused
+from headrace.buffer.tasks.datasets.rows import SourceRefused
 
 SUFFIXES: Final = (".tar", ".tar.gz", ".tgz")
 _GZIP: Final = b"\x1f\x8b"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace.buffer.datasets.terminal import Split
-from headrace.buffer.task_parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.datasets.terminal import Split
+from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
+from headrace.buffer.tasks.task import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 ENTITIES: Final = (
     "adder", "bison", "camel", "dingo", "eagle", "finch", "gecko", "heron", "hyena", "ibis", "jackal", "kiwi",

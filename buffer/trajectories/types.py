@@ -17,12 +17,12 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from headrace.buffer.breakdown import Breakdown
-from headrace.buffer.step_scores import StepScores, TurnAdvantages
-from headrace.buffer.task_parts import MAX_REWARD as MAX_REWARD
-from headrace.buffer.tasks import TaskId
-from headrace.buffer.token_kinds import KindRuns, from_runs, to_runs
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.tasks.parts import MAX_REWARD as MAX_REWARD
+from headrace.buffer.tasks.task import TaskId
+from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.step_scores import StepScores, TurnAdvantages
+from headrace.buffer.trajectories.token_kinds import KindRuns, from_runs, to_runs
+from headrace.buffer.trajectories.versions import PolicyVersion
 
 GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)

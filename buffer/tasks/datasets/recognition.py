@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from headrace.buffer.datasets.archives import is_archive
-from headrace.buffer.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
-from headrace.buffer.tasks import Task
+from headrace.buffer.tasks.datasets.archives import is_archive
+from headrace.buffer.tasks.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
+from headrace.buffer.tasks.task import Task
 
 FIRST_ROWS: Final = 20
 ALIKE: Final = {"tau2": "tau", "harbor": "endless"}

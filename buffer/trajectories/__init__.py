@@ -1,0 +1,1 @@
+"""Trajectories: tokens, versions, and how they are stored."""
