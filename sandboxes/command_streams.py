@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from headrace.sandboxes.base import Output, Stream
-from headrace.sandboxes.capture import OUTPUT_GRACE_S
 from headrace.sandboxes.errors import SandboxFileError
+from headrace.sandboxes.host.capture import OUTPUT_GRACE_S
 from headrace.sandboxes.launcher.wire import close_all
 
 _READ_BYTES: Final = 1 << 16

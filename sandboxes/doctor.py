@@ -13,8 +13,8 @@ from typing import Final
 
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.images.store import default_image_folder
-from headrace.sandboxes.kernel.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
-from headrace.sandboxes.kernel.stdlib_process import stdlib_command
+from headrace.sandboxes.linux.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
+from headrace.sandboxes.linux.stdlib_process import stdlib_command
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 
 _PROBE_TIMEOUT_S: Final = 30.0

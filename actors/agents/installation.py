@@ -27,7 +27,7 @@ from typing import Final
 
 from headrace.actors.agents import versions
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 
 EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
 """Agents that the default tests need."""

@@ -53,7 +53,7 @@ from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.sender import SenderConfig, Senders
-from headrace.sandboxes.key_files import make_key
+from headrace.sandboxes.host.key_files import make_key
 
 logger = logging.getLogger(__name__)
 

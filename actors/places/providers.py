@@ -35,8 +35,8 @@ from headrace.sandboxes.base import (
 )
 from headrace.sandboxes.e2b.provider import E2bProvider
 from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable, SpecRefused
+from headrace.sandboxes.host.leftovers import run_label
 from headrace.sandboxes.images.store import check_reference
-from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.images import HOST
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider

@@ -22,7 +22,7 @@ from headrace.actors.errors import RunMissing
 from headrace.buffer.primitives.durable_files import append_line, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks.task import Task, write_tasks
-from headrace.sandboxes.leftovers import IDENTITY_FILE, run_label
+from headrace.sandboxes.host.leftovers import IDENTITY_FILE, run_label
 
 STORAGE_POINTER: Final = "storage"
 """File in a state folder that holds the path of the run's storage folder."""

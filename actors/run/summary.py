@@ -13,7 +13,7 @@ from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.verify import audit
-from headrace.sandboxes.leftovers import sandboxes_left
+from headrace.sandboxes.host.leftovers import sandboxes_left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

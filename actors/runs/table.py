@@ -47,7 +47,7 @@ from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, ref
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.sandboxes.private_folders import make_missing
+from headrace.sandboxes.host.private_folders import make_missing
 
 FILE_NAME: Final = TABLE_FILE
 EVENTS_KEPT: Final = 1000

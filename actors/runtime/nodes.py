@@ -27,7 +27,7 @@ import psutil
 
 from headrace.actors.node_files.pages import Held, NodePage
 from headrace.actors.node_files.sender import next_page
-from headrace.sandboxes.kernel.processes import parse_stat
+from headrace.sandboxes.linux.processes import parse_stat
 
 ROLE_LABEL: Final = "headrace/role"
 """Label of a node with its role, for `ray start --labels`."""

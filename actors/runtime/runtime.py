@@ -52,7 +52,7 @@ from headrace.actors.runtime.nodes import (
 from headrace.actors.runtime.operations import ABSENCE, until_back
 from headrace.actors.runtime.process_tree import begin_ticking
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.sandboxes.private_folders import temporary_folder
+from headrace.sandboxes.host.private_folders import temporary_folder
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from headrace.actors.services.registry import SERVICES, AnyService, OutsideServi
 from headrace.actors.services.service import HelperModel, Retriever, RewardServer, ServiceDown
 from headrace.buffer.primitives.registry import PartRefused
 from headrace.sandboxes.errors import SecretRefused
-from headrace.sandboxes.key_files import read_key
+from headrace.sandboxes.host.key_files import read_key
 
 CHECK_S: Final = 30.0
 """Time limit for a service to answer the check at start."""

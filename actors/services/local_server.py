@@ -29,7 +29,7 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.processes.engine_keys import is_loopback
 from headrace.policies.processes.parent_death import die_with_parent, outlive_parent
 from headrace.sandboxes.errors import SecretRefused
-from headrace.sandboxes.key_files import read_key
+from headrace.sandboxes.host.key_files import read_key
 
 CLOSE_S: Final = 0.5
 """Time for the requests in progress to end when the server stops."""

@@ -34,7 +34,7 @@ from headrace.actors.services.clients import refuse_silent_services
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.corpus import digest_of
 from headrace.policies.processes.server_process import option_list
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 
 SERVICES_FOLDER: Final = "services"
 IDLE_S: Final = 1800.0

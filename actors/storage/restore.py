@@ -32,7 +32,7 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointDamaged, CheckpointUnreadable
 from headrace.policies.learners.checkpoints import KEPT, SetAside, check_checkpoint, list_checkpoints, set_aside
-from headrace.sandboxes.leftovers import IDENTITY_FILE
+from headrace.sandboxes.host.leftovers import IDENTITY_FILE
 
 _VERSION = re.compile(r"\d+\.\d+")
 _CHECKPOINTS = "checkpoints"

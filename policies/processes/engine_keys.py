@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.sandboxes.errors import SecretRefused
-from headrace.sandboxes.key_files import read_key
+from headrace.sandboxes.host.key_files import read_key
 
 
 def read_engine_key(path: Path | None, option: str) -> str | None:

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.processes.engine_keys import read_engine_key, require_key
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 
 LOG_TAIL_CHARACTERS = 2000
 ASK_AGAIN_S = 0.05

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.policies.push.tensors import Bucket
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,7 @@ from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installation import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 
 PORT_ATTEMPTS = 3
 OWN_OPTIONS = ("--api-key", "--admin-api-key", "--config")

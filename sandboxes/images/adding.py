@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, OutOfDisk, SandboxError, SpecRefused
-from headrace.sandboxes.host_program import run_host_program
+from headrace.sandboxes.host.host_program import run_host_program
 from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
 from headrace.sandboxes.images.folders import new_owner, remove
 from headrace.sandboxes.images.store import BUILT, NAMED, ImageStore

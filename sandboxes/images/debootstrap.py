@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.host.child_environment import child_environment
+from headrace.sandboxes.linux import syscalls
 
 SUITE: Final = re.compile(r"[a-z][a-z0-9.-]{0,40}(\+[a-z0-9][a-z0-9.+-]{0,80}(,[a-z0-9][a-z0-9.+-]{0,80}){0,99})?")
 """A suite and, after a plus sign, additional packages."""

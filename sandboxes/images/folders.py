@@ -26,8 +26,8 @@ from typing import Any, Final, NewType
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.errors import ImageRefused
-from headrace.sandboxes.kernel.processes import parse_stat
-from headrace.sandboxes.private_folders import make_missing
+from headrace.sandboxes.host.private_folders import make_missing
+from headrace.sandboxes.linux.processes import parse_stat
 
 logger = logging.getLogger(__name__)
 

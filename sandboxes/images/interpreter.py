@@ -18,7 +18,7 @@ from typing import Final
 
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import BootFailed, ImageRefused, SpecRefused
-from headrace.sandboxes.host_program import run_host_program
+from headrace.sandboxes.host.host_program import run_host_program
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import E2B_USER, Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder

@@ -23,7 +23,7 @@ from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.images.folders import StoreFolder
 from headrace.sandboxes.images.layers import UnpackLimits, mark_opaque
 from headrace.sandboxes.images.streams import BUFFER_BYTES
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 _ENTRY_BYTES: Final = 4096
 _PATH_ERRORS: Final = (errno.ENAMETOOLONG, errno.ELOOP)

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, BUFFER_BYTES, TarInput, members, split_name
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 MAX_ENTRIES: Final = 1_000_000
 _WHITEOUT: Final = ".wh."

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -42,6 +41,7 @@ from headrace.sandboxes.errors import (
     ImageUnknown,
     error_from_name,
 )
+from headrace.sandboxes.host.child_environment import child_environment
 from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.sandboxes.images.debootstrap import SUITE
 from headrace.sandboxes.images.folders import Owner, StoreFolder, new_owner

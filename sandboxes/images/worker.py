@@ -28,7 +28,7 @@ from headrace.sandboxes.images.layers import UnpackLimits, unpack
 from headrace.sandboxes.images.merged_tree import check_usable
 from headrace.sandboxes.images.oci_archive import ImagePlan, archive_blobs, find_image, layout_blobs, may_hold_images
 from headrace.sandboxes.images.streams import FileRange, TarStream, compression_of, copy_plain
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 _MEMORY_BYTES: Final = 4 << 30
 _REPORT_S: Final = 0.5

@@ -16,13 +16,6 @@ import socket
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from headrace.sandboxes.kernel import rootfs, syscalls
-from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
-from headrace.sandboxes.kernel.host_limits import default_live, memory_info, share
-from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks, IdRanges, OneId
-from headrace.sandboxes.kernel.id_maps import IdMaps
-from headrace.sandboxes.kernel.seccomp import filter_program
-from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.guest import Guest
@@ -30,6 +23,13 @@ from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.wire import Channel, Message
+from headrace.sandboxes.linux import rootfs, syscalls
+from headrace.sandboxes.linux.cgroups import Cgroups, GroupLimits
+from headrace.sandboxes.linux.host_limits import default_live, memory_info, share
+from headrace.sandboxes.linux.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks, IdRanges, OneId
+from headrace.sandboxes.linux.id_maps import IdMaps
+from headrace.sandboxes.linux.seccomp import filter_program
+from headrace.sandboxes.linux.syscalls import reason_of
 
 _INIT: Final = 1
 _TRIES: Final = 100

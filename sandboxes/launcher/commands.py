@@ -31,8 +31,8 @@ import time
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, NoReturn
 
-from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.kernel.rootfs import Image
+from headrace.sandboxes.linux import syscalls
+from headrace.sandboxes.linux.rootfs import Image
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -20,14 +20,14 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from headrace.sandboxes.kernel import rootfs
-from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
 from headrace.sandboxes.launcher.requests import CommandRequests
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sandbox_table import SandboxTable
 from headrace.sandboxes.launcher.wire import Channel, Message, close_all
+from headrace.sandboxes.linux import rootfs
+from headrace.sandboxes.linux.syscalls import reason_of
 
 _MALFORMED: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from headrace.sandboxes.kernel import rootfs
-from headrace.sandboxes.kernel.rootfs import HOST, Image, Layer
 from headrace.sandboxes.launcher.requests import FOLDER
+from headrace.sandboxes.linux import rootfs
+from headrace.sandboxes.linux.rootfs import HOST, Image, Layer
 
 HOST_NAME: Final = "host"
 

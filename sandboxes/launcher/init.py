@@ -26,13 +26,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, NoReturn
 
-from headrace.sandboxes.kernel import host_limits, processes, rootfs, syscalls
-from headrace.sandboxes.kernel.disk_layers import mount_disk_layer
 from headrace.sandboxes.launcher import commands
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.guest import Guest, GuestProblem, add_guest
 from headrace.sandboxes.launcher.sudo import SudoRequests, run_sudo
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
+from headrace.sandboxes.linux import host_limits, processes, rootfs, syscalls
+from headrace.sandboxes.linux.disk_layers import mount_disk_layer
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: root needs them for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)

@@ -21,14 +21,14 @@ import socket
 import sys
 from typing import Final
 
-from headrace.sandboxes.kernel import rootfs, syscalls
-from headrace.sandboxes.kernel.cgroups import Cgroups
-from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Secrets
 from headrace.sandboxes.launcher.fork_server import ForkServer
 from headrace.sandboxes.launcher.guest import SUDO_PATH, SUDO_SCRIPT
 from headrace.sandboxes.launcher.sandbox_record import Settings
+from headrace.sandboxes.linux import rootfs, syscalls
+from headrace.sandboxes.linux.cgroups import Cgroups
+from headrace.sandboxes.linux.syscalls import reason_of
 
 _BACKLOG: Final = 1024
 

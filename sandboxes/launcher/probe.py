@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Callable
 from typing import Final
 
-from headrace.sandboxes.kernel import rootfs, seccomp, syscalls
-from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
-from headrace.sandboxes.kernel.host_limits import allowed_to_sandboxes, read_host
-from headrace.sandboxes.kernel.id_blocks import FIRST_ID
-from headrace.sandboxes.kernel.id_maps import IdMaps
-from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import init
+from headrace.sandboxes.linux import rootfs, seccomp, syscalls
+from headrace.sandboxes.linux.cgroups import Cgroups, GroupLimits
+from headrace.sandboxes.linux.host_limits import allowed_to_sandboxes, read_host
+from headrace.sandboxes.linux.id_blocks import FIRST_ID
+from headrace.sandboxes.linux.id_maps import IdMaps
+from headrace.sandboxes.linux.syscalls import reason_of
 
 _AF_VSOCK: Final = 40
 

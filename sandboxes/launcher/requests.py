@@ -16,12 +16,12 @@ import re
 import signal
 from typing import Any, Final
 
-from headrace.sandboxes.kernel.rootfs import Mount
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.connections import Connections, Waiter
 from headrace.sandboxes.launcher.guest import Guest
 from headrace.sandboxes.launcher.sandbox_record import Execution, RequestRefused, SandboxRecord
 from headrace.sandboxes.launcher.wire import Channel, Message
+from headrace.sandboxes.linux.rootfs import Mount
 
 FOLDER: Final = "folder:"
 """Prefix for the names of host folders that the owner has handed over to be mounted in sandboxes."""

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from headrace.sandboxes.kernel import rootfs, syscalls
-from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
@@ -26,6 +24,8 @@ from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sudo import lend_descriptors
 from headrace.sandboxes.launcher.wire import Message, close_all
+from headrace.sandboxes.linux import rootfs, syscalls
+from headrace.sandboxes.linux.id_blocks import IDS_PER_SANDBOX
 
 
 class SandboxTable:

@@ -23,13 +23,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.kernel.rootfs import Image
 from headrace.sandboxes.launcher import commands
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.guest import SUDO_ADDRESS, USER_ID
 from headrace.sandboxes.launcher.sudo_options import SudoRefused, parse_sudo
 from headrace.sandboxes.launcher.wire import Channel, Message, close_all
+from headrace.sandboxes.linux import syscalls
+from headrace.sandboxes.linux.rootfs import Image
 
 _LENT: Final = (4, 5, 6, 3)
 """Descriptors of the caller: copies of its three standard streams, and its end of the connection."""

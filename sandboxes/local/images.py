@@ -18,13 +18,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import BootFailed, ImageRefused, OutOfDisk, SpecRefused, Unsupported
+from headrace.sandboxes.host.child_environment import child_environment
 from headrace.sandboxes.images.store import ImageLease, ImageStore
-from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.kernel.disk_layers import template_name
 from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.wire import Message, close_all
+from headrace.sandboxes.linux import syscalls
+from headrace.sandboxes.linux.disk_layers import template_name
 
 SendRequest = Callable[[Message, Sequence[int]], Awaitable[Message]]
 

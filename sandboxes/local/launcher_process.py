@@ -24,10 +24,10 @@ from typing import Any, Final, Self
 
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SpecRefused
-from headrace.sandboxes.kernel.stdlib_process import stdlib_command
-from headrace.sandboxes.leftovers import LAUNCHER_NAME
+from headrace.sandboxes.host.leftovers import LAUNCHER_NAME
+from headrace.sandboxes.host.private_folders import make_private, new_private, user_folder
+from headrace.sandboxes.linux.stdlib_process import stdlib_command
 from headrace.sandboxes.local.client import LauncherClient
-from headrace.sandboxes.private_folders import make_private, new_private, user_folder
 
 _MAX_FOLDER_BYTES: Final = 90
 """sun_path holds up to 107 bytes (unix(7))."""

@@ -23,10 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused, Unsupported
+from headrace.sandboxes.host.private_folders import make_missing
 from headrace.sandboxes.images.layer_copy import OwnLayer
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
-from headrace.sandboxes.kernel.disk_layers import TEMPLATES
 from headrace.sandboxes.launcher.wire import Message, close_all
+from headrace.sandboxes.linux.disk_layers import TEMPLATES
 from headrace.sandboxes.local.client import LauncherConnections
 from headrace.sandboxes.local.images import LayerTemplates, LocalImages
 from headrace.sandboxes.local.launcher_process import (
@@ -37,7 +38,6 @@ from headrace.sandboxes.local.launcher_process import (
     runtime_folder,
 )
 from headrace.sandboxes.local.sandbox import LocalSandbox
-from headrace.sandboxes.private_folders import make_missing
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from headrace.sandboxes.base import (
     SandboxUsage,
     SpawnCommand,
 )
-from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import ExecTimeout, LauncherGone, SandboxFileError, SandboxGone, SpecRefused, Unsupported
+from headrace.sandboxes.host.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.launcher.commands import EXIT_FILE_ERROR
 from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.local.client import LauncherClient, LauncherConnections, open_null

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from headrace.sandboxes.base import Command
-from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.commands import Account
+from headrace.sandboxes.linux.id_blocks import IDS_PER_SANDBOX
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CAPABILITIES: Final = tuple(

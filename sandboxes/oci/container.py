@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from headrace.sandboxes.base import SandboxRef
 from headrace.sandboxes.errors import SandboxGone, SecretRefused
-from headrace.sandboxes.kernel.processes import parse_stat
+from headrace.sandboxes.linux.processes import parse_stat
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind

@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 from headrace.sandboxes.oci.cgroups import SubGroup
 
 _EXIT_CANNOT_RUN: Final = 126

@@ -24,8 +24,8 @@ import stat
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from headrace.sandboxes.kernel import rootfs, syscalls
-from headrace.sandboxes.kernel.id_maps import IdMaps
+from headrace.sandboxes.linux import rootfs, syscalls
+from headrace.sandboxes.linux.id_maps import IdMaps
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 
 LAYER: Final = "layer"

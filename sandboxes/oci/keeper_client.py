@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from headrace.sandboxes.errors import BootFailed, LauncherGone, error_from_name
-from headrace.sandboxes.kernel.stdlib_process import stdlib_command
+from headrace.sandboxes.linux.stdlib_process import stdlib_command
 
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 60.0

@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 from headrace.sandboxes.base import Stream, TerminalSize
 from headrace.sandboxes.command_streams import CommandStreams
 from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused
-from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.linux.stdlib_process import stdlib_command
 
 _KILLED: Final = 128 + signal.SIGKILL
 

@@ -25,11 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, FolderRefused, SandboxGone, SpecRefused
+from headrace.sandboxes.host.private_folders import make_missing, user_folder
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner, remove
 from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageLease, ImageStore
-from headrace.sandboxes.kernel import rootfs
-from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
+from headrace.sandboxes.linux import rootfs
+from headrace.sandboxes.linux.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.bundle import BindMount, BundlePlan, Limits, bundle_config
 from headrace.sandboxes.oci.container import PAUSED_MARK, STATE_FILE, ContainerState, open_private
@@ -37,7 +38,6 @@ from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.keeper_client import KeeperClient
 from headrace.sandboxes.oci.runtime import HOST_IMAGE, OciRuntime, RuntimeKind, host_skeleton, system_folders
 from headrace.sandboxes.oci.sandbox import OciSandbox
-from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 _FIRST_ID: Final = 0x60000000

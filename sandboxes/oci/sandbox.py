@@ -29,13 +29,13 @@ from headrace.sandboxes.base import (
     SpawnCommand,
     Stream,
 )
-from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
+from headrace.sandboxes.host.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
+from headrace.sandboxes.host.child_environment import child_environment
 from headrace.sandboxes.images.folders import remove
-from headrace.sandboxes.kernel import syscalls
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, Account, FileProblem, find_account
 from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.linux import syscalls
 from headrace.sandboxes.local.client import open_null
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci import files as oci_files

@@ -29,7 +29,7 @@ from typing import Final, Self, TypeAlias
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import LedgerRefused
-from headrace.sandboxes.private_folders import make_missing
+from headrace.sandboxes.host.private_folders import make_missing
 
 FILE_NAME: Final = "sandboxes.db"
 _SCHEMA_VERSION: Final = 1

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
-from headrace.sandboxes.key_files import read_private
+from headrace.sandboxes.host.key_files import read_private
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig

@@ -39,7 +39,6 @@ from headrace.sandboxes.base import (
     SandboxSpec,
     refuse_extras,
 )
-from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
     ImageUnknown,
@@ -48,10 +47,11 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     Unsupported,
 )
+from headrace.sandboxes.host.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
+from headrace.sandboxes.host.leftovers import LABEL_VARIABLE
+from headrace.sandboxes.host.private_folders import new_private, temporary_folder
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
-from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.local.client import open_null
-from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
 from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder

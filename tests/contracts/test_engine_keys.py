@@ -18,7 +18,7 @@ from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.errors import EngineRefused, EngineStartFailed
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 from support.engine_kinds import engine_process
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.host.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 

@@ -1,6 +1,6 @@
 """Failure of every step of a boot: the first process dies, the launcher dies, or the kernel refuses. Nothing is left.
 
-A step is a call of a wrapper in `headrace.sandboxes.kernel.syscalls`. The launcher runs as always, from a script that
+A step is a call of a wrapper in `headrace.sandboxes.linux.syscalls`. The launcher runs as always, from a script that
 counts these calls and makes the chosen one fail.
 """
 
@@ -16,8 +16,8 @@ import pytest
 
 from headrace.sandboxes.base import SandboxInfo, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, LauncherGone, SandboxError
-from headrace.sandboxes.kernel import cgroups, stdlib_process
-from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.host.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.linux import cgroups, stdlib_process
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.namespaces
 
 INJECTION_SCRIPT = """
 import errno, mmap, os, signal
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 plan, step = {plan!r}, {step!r}
 launcher = os.getpid()
@@ -184,7 +184,7 @@ async def boot_again(provider: LocalProvider) -> None:
 
 def test_every_syscall_wrapper_of_a_boot_is_covered() -> None:
     """A new wrapper that a boot calls must be made to fail too."""
-    from headrace.sandboxes.kernel import syscalls
+    from headrace.sandboxes.linux import syscalls
 
     known = set(INJECTION_SCRIPT.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())
     boring = {"become_subreaper", "forbid_inspection", "name_process", "create_files_as"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.errors import SERVER_FAILED, GatewayUnreachable
 from support.gateway_rig import WIRES, Wire, world

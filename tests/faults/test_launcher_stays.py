@@ -16,7 +16,7 @@ import pytest
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused
-from headrace.sandboxes.leftovers import sandboxes_left
+from headrace.sandboxes.host.leftovers import sandboxes_left
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 

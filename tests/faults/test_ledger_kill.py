@@ -17,7 +17,7 @@ import pytest
 
 from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 from support.ledger_life import BROKE, Plan
 from support.striking import Moment
 

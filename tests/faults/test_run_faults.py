@@ -26,7 +26,7 @@ from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import CommitRecord
 from headrace.buffer.trajectories.versions import PolicyVersion
-from headrace.sandboxes.leftovers import sandboxes_left
+from headrace.sandboxes.host.leftovers import sandboxes_left
 from support import run_rig as rig
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]

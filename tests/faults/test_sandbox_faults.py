@@ -15,7 +15,7 @@ import pytest
 
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import LauncherGone, SandboxError, SandboxGone
-from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.host.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from support import process_handles as processes

@@ -19,11 +19,11 @@ from headrace.actors.places.providers import start_provider
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.host.leftovers import run_label
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner
-from headrace.sandboxes.kernel import cgroups
-from headrace.sandboxes.kernel.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
-from headrace.sandboxes.kernel.stdlib_process import stdlib_command
-from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.linux import cgroups
+from headrace.sandboxes.linux.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
+from headrace.sandboxes.linux.stdlib_process import stdlib_command
 from headrace.sandboxes.local.launcher_process import ProviderFolder
 from headrace.sandboxes.local.provider import LocalProvider
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.sandboxes.kernel.cgroup_placement import LEAF
+from headrace.sandboxes.linux.cgroup_placement import LEAF
 
 pytestmark = pytest.mark.namespaces
 

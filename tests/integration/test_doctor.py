@@ -11,7 +11,7 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
-from headrace.sandboxes.kernel.host_limits import read_host
+from headrace.sandboxes.linux.host_limits import read_host
 
 pytestmark = pytest.mark.namespaces
 

@@ -30,7 +30,7 @@ from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.machine import Phase
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 from headrace.serve.tracing import span_names as names
 from support import group_rig as kit
 from support.recorded_spans import attributes_of, parent_id, recorded_spans

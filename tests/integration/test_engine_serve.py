@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 
 COMMAND = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "engine", "serve")
 

@@ -17,7 +17,7 @@ import aiohttp
 
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
-from headrace.sandboxes.key_files import make_key
+from headrace.sandboxes.host.key_files import make_key
 from support.gateway_rig import GUARD_S, Engine, Lines, serving
 from support.group_rig import TINY
 

@@ -24,7 +24,7 @@ from headrace.sandboxes.images.debootstrap import mirror_for
 from headrace.sandboxes.images.folders import StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageStore
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 from support import image_kit as kit
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away and makes whiteouts")

@@ -35,7 +35,7 @@ from headrace.actors.services.started import (
     running_services,
     stop_services,
 )
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 from support.corpora import write_corpus
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "search-r1" / "example_corpus.jsonl"

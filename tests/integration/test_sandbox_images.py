@@ -20,7 +20,7 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
-from headrace.sandboxes.kernel import rootfs
+from headrace.sandboxes.linux import rootfs
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from support import image_kit as kit
 

@@ -15,8 +15,8 @@ import pytest
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
-from headrace.sandboxes.kernel import cgroups, host_limits
-from headrace.sandboxes.kernel.cgroup_placement import LEAF
+from headrace.sandboxes.linux import cgroups, host_limits
+from headrace.sandboxes.linux.cgroup_placement import LEAF
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 pytestmark = pytest.mark.namespaces

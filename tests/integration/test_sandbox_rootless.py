@@ -30,7 +30,7 @@ import asyncio, json, os, sys, types
 from pathlib import Path
 import headrace.sandboxes.local.provider, headrace.sandboxes.doctor, headrace.sandboxes.pool.pool
 from headrace.sandboxes import doctor
-from headrace.sandboxes.kernel import stdlib_process
+from headrace.sandboxes.linux import stdlib_process
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.base import FrozenMount, HostFolder, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused, Unsupported

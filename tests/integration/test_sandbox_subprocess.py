@@ -22,7 +22,7 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     SpecRefused,
 )
-from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.host.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.unprotected.provider import WARNING, SubprocessProvider
 
 

@@ -25,7 +25,7 @@ from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks.task import load_tasks, tasks_digest
-from headrace.sandboxes.leftovers import sandboxes_left
+from headrace.sandboxes.host.leftovers import sandboxes_left
 from headrace.serve.tracing.tracing import trace_id_for
 from support import run_rig as rig
 from support.environments import read_environments

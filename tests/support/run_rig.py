@@ -21,7 +21,7 @@ from headrace.actors.run.summary import RunSummary
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.audit.verify import verify
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 HANG_S = 15

@@ -24,7 +24,7 @@ from headrace.buffer.tasks.task import TaskId, load_tasks, write_tasks
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
 from headrace.policies.learners.checkpoints import Manifest, publish, stage, write_manifest
-from headrace.sandboxes.key_files import make_key
+from headrace.sandboxes.host.key_files import make_key
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "scripts" / "models" / "tiny"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.sandboxes.kernel.cgroup_placement import LEAF, place
-from headrace.sandboxes.kernel.cgroups import Mount, find_mounts, is_orphan
-from headrace.sandboxes.kernel.processes import parse_stat
-from headrace.sandboxes.kernel.syscalls import reason_of
+from headrace.sandboxes.linux.cgroup_placement import LEAF, place
+from headrace.sandboxes.linux.cgroups import Mount, find_mounts, is_orphan
+from headrace.sandboxes.linux.processes import parse_stat
+from headrace.sandboxes.linux.syscalls import reason_of
 
 HYBRID = """\
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.sandboxes.kernel.host_limits import HostLimits, allowed_to_sandboxes, default_live, share
+from headrace.sandboxes.linux.host_limits import HostLimits, allowed_to_sandboxes, default_live, share
 
 GIB = 1 << 30
 SYSTEMD = HostLimits(64 * GIB, 4_194_304, (1 << 63) - 1)

@@ -10,9 +10,9 @@ import pytest
 
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback, read_engine_key, require_key
-from headrace.sandboxes.child_environment import child_environment
 from headrace.sandboxes.errors import SecretRefused
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.child_environment import child_environment
+from headrace.sandboxes.host.key_files import make_key, read_key
 
 KEY = "0123456789abcdef"
 

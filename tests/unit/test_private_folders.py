@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headrace.sandboxes.errors import FolderRefused
+from headrace.sandboxes.host.private_folders import make_missing, make_private, temporary_folder, user_folder
 from headrace.sandboxes.local.launcher_process import ProviderFolder, locked_folder, runtime_folder
-from headrace.sandboxes.private_folders import make_missing, make_private, temporary_folder, user_folder
 
 OTHER_USER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")

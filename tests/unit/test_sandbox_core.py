@@ -12,13 +12,13 @@ import pytest
 
 from headrace.sandboxes import errors
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.sandboxes.kernel.id_blocks import IdRanges
-from headrace.sandboxes.kernel.processes import ProcessEntry, parse_stat, tree_of
-from headrace.sandboxes.kernel.rootfs import MountRefused, check_target
-from headrace.sandboxes.kernel.seccomp import filter_program
 from headrace.sandboxes.launcher.commands import FileProblem, find_account
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed
+from headrace.sandboxes.linux.id_blocks import IdRanges
+from headrace.sandboxes.linux.processes import ProcessEntry, parse_stat, tree_of
+from headrace.sandboxes.linux.rootfs import MountRefused, check_target
+from headrace.sandboxes.linux.seccomp import filter_program
 from headrace.sandboxes.unprotected.mapped_paths import PathMap
 
 

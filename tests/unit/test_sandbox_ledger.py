@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import LedgerRefused
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import (
     FILE_NAME,

@@ -20,7 +20,7 @@ from headrace.actors.services.config import PriceSection, RetrySection, ServiceC
 from headrace.actors.services.figures import service_time
 from headrace.actors.services.http import HttpEndpoint, HttpRetriever
 from headrace.actors.services.service import Passage, ServiceDown
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 from support.scripted_service import ScriptedService, completion, cut_off, json, passages, silent, text
 
 FOUND = passages('"A"\none', '"B"\ntwo')

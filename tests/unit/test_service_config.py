@@ -16,7 +16,7 @@ from headrace.actors.run.older_configs import upgraded
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.services.clients import ServiceClients, check_services, refuse_missing_services
 from headrace.actors.services.config import ServiceConfig, ServiceKind
-from headrace.sandboxes.key_files import make_key
+from headrace.sandboxes.host.key_files import make_key
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 WIKI = '{"id": "0", "contents": "\\"A\\"\\nsome text"}\n'

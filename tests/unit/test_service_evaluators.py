@@ -35,7 +35,7 @@ from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.parts import EnvironmentSpec, JudgeSpec
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
 from headrace.buffer.trajectories.types import Cause
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 from support.scripted_service import ScriptedService, completion, cut_off, silent, text
 from support.scripted_service import json as answer_with
 

@@ -18,7 +18,7 @@ import yaml
 
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment, shares_of
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 
 PROGRAM = """#!{python}
 import http.server, json, os, signal, subprocess, sys, time

@@ -20,7 +20,7 @@ from typing import Final
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime_config import SlimeSection
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 
 logger = logging.getLogger(__name__)
 

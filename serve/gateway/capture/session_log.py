@@ -28,7 +28,7 @@ from typing import Any, Final
 import orjson
 
 from headrace.buffer.trajectories.types import VersionSpan
-from headrace.sandboxes.private_folders import make_missing
+from headrace.sandboxes.host.private_folders import make_missing
 from headrace.serve.gateway.capture.echoes import Drift
 from headrace.serve.gateway.capture.events import (
     Accepted,

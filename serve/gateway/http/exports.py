@@ -22,7 +22,7 @@ from typing import Final
 from urllib.parse import quote
 
 from headrace.buffer.primitives.durable_files import PARTIAL, replace_from
-from headrace.sandboxes.private_folders import make_missing
+from headrace.sandboxes.host.private_folders import make_missing
 from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import Session, SessionId
 from headrace.serve.gateway.errors import OptionRefused

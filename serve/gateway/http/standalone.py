@@ -31,7 +31,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.processes.engine_keys import EngineKeyFiles, read_engine_key
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.sandboxes.errors import SecretRefused
-from headrace.sandboxes.key_files import make_key, read_key
+from headrace.sandboxes.host.key_files import make_key, read_key
 from headrace.serve.gateway.errors import OptionRefused
 from headrace.serve.gateway.exports.export_form import ExportForm
 from headrace.serve.gateway.http.config import GatewayConfig

@@ -26,7 +26,7 @@ import uvloop
 
 from headrace.policies.errors import PolicyError
 from headrace.policies.processes.parent_death import die_with_parent
-from headrace.sandboxes.child_environment import child_environment
+from headrace.sandboxes.host.child_environment import child_environment
 from headrace.serve.gateway.errors import OptionRefused, ServeError
 from headrace.serve.gateway.exports.export_form import ExportForm
 from headrace.serve.gateway.http.gateway import Gateway

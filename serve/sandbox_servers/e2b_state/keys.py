@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.sandboxes.errors import SpecRefused
-from headrace.sandboxes.key_files import read_private
+from headrace.sandboxes.host.key_files import read_private
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits, parse_ceilings
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")

@@ -28,7 +28,7 @@ import orjson
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import SandboxError, SpecRefused
-from headrace.sandboxes.private_folders import make_missing
+from headrace.sandboxes.host.private_folders import make_missing
 
 _SCHEMA_VERSION: Final = 2
 """Version 1 had no table of templates, which is made when a file of that version is opened."""

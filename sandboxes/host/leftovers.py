@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from headrace.sandboxes.kernel.processes import parse_stat
+from headrace.sandboxes.linux.processes import parse_stat
 
 LAUNCHER_NAME: Final = "headrace-launcher"
 IDENTITY_FILE: Final = "run_id"

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.kernel.hidden_host import Cover, cover, prepare_covers, show_folder
+from headrace.sandboxes.linux import syscalls
+from headrace.sandboxes.linux.hidden_host import Cover, cover, prepare_covers, show_folder
 
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"

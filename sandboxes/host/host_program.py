@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from headrace.sandboxes.child_environment import child_environment
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.host.child_environment import child_environment
+from headrace.sandboxes.linux import syscalls
 
 _ERROR_BYTES: Final = 2000
 

@@ -16,7 +16,7 @@ import os
 import stat
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 _COVERS: Final = "/covers"
 _SHOWN: Final = frozenset(

@@ -12,8 +12,8 @@ import os
 from collections import OrderedDict
 from typing import Final
 
-from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
+from headrace.sandboxes.linux import syscalls
+from headrace.sandboxes.linux.id_blocks import IDS_PER_SANDBOX
 
 _MAX_OPEN: Final = 1024
 

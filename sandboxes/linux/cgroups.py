@@ -27,10 +27,10 @@ import signal
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.kernel import host_limits
-from headrace.sandboxes.kernel.cgroup_placement import place
-from headrace.sandboxes.kernel.processes import parse_stat
-from headrace.sandboxes.kernel.syscalls import reason_of
+from headrace.sandboxes.linux import host_limits
+from headrace.sandboxes.linux.cgroup_placement import place
+from headrace.sandboxes.linux.processes import parse_stat
+from headrace.sandboxes.linux.syscalls import reason_of
 
 CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "pids", "freezer")
 _CPU_PERIOD_US: Final = 100_000

@@ -17,7 +17,7 @@ import struct
 from contextlib import suppress
 from typing import Final
 
-from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.linux import syscalls
 
 # include/uapi/linux/loop.h, Documentation/admin-guide/devices.txt
 _LOOP_CTL_GET_FREE: Final = 0x4C82

@@ -18,7 +18,7 @@ import os
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.kernel.syscalls import reason_of
+from headrace.sandboxes.linux.syscalls import reason_of
 
 LEAF: Final = "headrace-processes"
 _ROUNDS: Final = 100
