@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from headrace.actors.exposition.table import MAX_VALUES, TABLE, Exported
-from headrace.actors.record.metrics import METRICS, Metric, SourceStep, StationMeans
-from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.record.files.metrics import METRICS, Metric, SourceStep, StationMeans
+from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.buffer.trajectories.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -27,13 +27,13 @@ add some. What must survive is in the ledger ([run_directory.md](run_directory.m
 
 ```python
 from pathlib import Path
-from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.files.metrics import read_metrics
 
 steps = read_metrics(Path("runs/quickstart-1/metrics.jsonl"), ("step",))
 print([round(step["reward"], 2) for step in steps])
 ```
 
-To add a key or a kind, change the dataclass in `actors/record/metrics.py` and the place that fills it, and run
+To add a key or a kind, change the dataclass in `actors/record/files/metrics.py` and the place that fills it, and run
 `scripts/metrics_docs.py`, which writes this page. What Prometheus gets is [below](#exported-metrics).
 """
 EXPORTED = f"""## Exported metrics

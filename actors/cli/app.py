@@ -137,7 +137,7 @@ def run(
     `--address`, `--url` or `cluster.address` in the recipe, the run is submitted to a cluster and needs no process
     here: an interrupt ends only this command."""
     from headrace.actors.errors import ConfigError
-    from headrace.actors.record.run_directory import free_folder
+    from headrace.actors.record.files.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
     settings = list(overrides or ())
@@ -282,7 +282,7 @@ def status(
     """Show the state of runs (without --address or --url, it reads run directories only)."""
     from headrace.actors.engine_group.members_file import read_roster
     from headrace.actors.errors import RunMissing
-    from headrace.actors.record.run_state import RunState
+    from headrace.actors.record.files.run_state import RunState
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.run_status import status_of
 

@@ -17,7 +17,7 @@ from headrace.actors.cli.output import EXIT_DIRTY, Json, say, write_json
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.buffer.core.records import BatchRecord
     from headrace.buffer.ledger.store import ReplayStore

@@ -16,13 +16,13 @@ import typer
 from headrace.actors.cli.output import say
 from headrace.actors.cli.remote_runs import Address, KeyPath, Owner, Url, access, print_logs
 from headrace.actors.errors import ConfigError, RunRefused
-from headrace.actors.record.log_lines import RunLogs, Wanted, actor_of, logs_in
+from headrace.actors.record.files.log_lines import RunLogs, Wanted, actor_of, logs_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
 
 __all__ = ["logs"]
 

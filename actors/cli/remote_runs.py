@@ -28,9 +28,9 @@ from rich.table import Table
 
 from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, engine_table, say, show, write_json
 from headrace.actors.errors import ConfigError, RunUnknown
-from headrace.actors.record.absences import Absent
-from headrace.actors.record.log_lines import event_of
-from headrace.actors.record.log_warnings import SHOWN, WarningLines
+from headrace.actors.record.files.absences import Absent
+from headrace.actors.record.files.log_lines import event_of
+from headrace.actors.record.files.log_warnings import SHOWN, WarningLines
 from headrace.actors.runs.records import ActualState
 from headrace.buffer.core.outages import utc
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
     from headrace.actors.cluster.section import ClusterSection
-    from headrace.actors.record.log_lines import Wanted
+    from headrace.actors.record.files.log_lines import Wanted
     from headrace.actors.runs.client import RunsClient
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.actors.cli.output import say
-from headrace.actors.record.disk_space import lacks_space
+from headrace.actors.record.files.disk_space import lacks_space
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
 
 Restarts = Annotated[

@@ -14,7 +14,7 @@ from headrace.actors.cli.output import Json, engine_table, say, show, write_json
 from headrace.actors.cli.remote_runs import Address, KeyPath, Owner, Url, access
 
 if TYPE_CHECKING:
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
 
 __all__ = ["add_engine", "list_engines", "remove_engine"]
 

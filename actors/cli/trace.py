@@ -30,7 +30,7 @@ def slow(
     """Name the rollouts that took far longer than their cohort, the costliest first: the part that held each up, the
     factor that slow ones have in common, the seconds by which it delayed a step, and what to change. It reads the
     run directory only, so it works for runs that are over, killed or copied."""
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.slowness.evaluations import read_evaluation_times
     from headrace.actors.slowness.reading import read_times
     from headrace.actors.slowness.told import chosen, slow_lines
@@ -59,7 +59,7 @@ def show_rollout(
 ) -> None:
     """Draw where the time of one rollout went, beside what is typical of its cohort, and say why if it was slow."""
     from headrace.actors.errors import ConfigError
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.slowness.evaluations import times_with
     from headrace.actors.slowness.told import place_of_rollout, waterfall, waterfall_lines
     from headrace.actors.slowness.waterfall_html import waterfall_page
@@ -88,7 +88,7 @@ def diff(
 ) -> None:
     """Compare two rollouts, or the rollouts of two ranges of steps: the seconds of each part and the labels, side by
     side."""
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.slowness.comparison import compare
     from headrace.actors.slowness.reading import read_times
 
@@ -104,7 +104,7 @@ def diff(
 def running(run_dir: RunPath, json: Json = None) -> None:
     """List the rollouts that have not ended, the oldest against its cohort first: in which part each is, and for how
     long. Of a killed run it lists what was interrupted, with the last known part."""
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.slowness.in_flight import in_flight
 
     directory = RunDirectory.at(run_dir)

@@ -40,8 +40,8 @@ from headrace.actors.engine_group.registry import LIVING, EngineRegistry, Engine
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.metrics import MetricsWriter
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.metrics import MetricsWriter
 from headrace.actors.runtime.runtime import RayRuntime, node_address
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.trajectories.versions import PolicyVersion

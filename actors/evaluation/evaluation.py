@@ -46,7 +46,7 @@ from headrace.actors.evaluation.verdict import (
     spec_with_data,
 )
 from headrace.actors.evaluation.verifier import score_untouched, score_verifier
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.parts import in_part
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import EvaluatorKind, Task
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY

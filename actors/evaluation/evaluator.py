@@ -20,8 +20,8 @@ from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.verdict import failed, solved
 from headrace.actors.places.leases import LEASE_S, Leases, lease_attributes
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.parts import PartClock, add_part, in_part, part_clock
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.parts import PartClock, add_part, in_part, part_clock
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
 from headrace.actors.runtime.resources import ResourceOwner

@@ -37,7 +37,7 @@ from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.verdict import PatchRefused, ProgramFailed
 from headrace.actors.in_sandbox import program_command, run_program
 from headrace.actors.in_sandbox.apply import AGENT_REFUSED
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT
 from headrace.buffer.trajectories.sanitizer import clean_text

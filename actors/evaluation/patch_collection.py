@@ -21,7 +21,7 @@ from headrace.actors.evaluation.verdict import (
     collect_twice,
 )
 from headrace.actors.in_sandbox import program_command
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.repositories import RepositorySpec
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT

@@ -38,7 +38,7 @@ from headrace.actors.evaluation.verdict import (
     rewarded,
     spec_with_data,
 )
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.tasks.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY

@@ -17,7 +17,7 @@ from typing import Final
 from aiohttp import web
 
 from headrace.actors.exposition.exposition import OPENMETRICS, PLAIN, Exposition, prefers_openmetrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 
 PATH: Final = "/metrics"
 WAIT_S: Final = 8.0

@@ -14,8 +14,8 @@ from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.exposition import table
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_counts import LedgerCounts
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.running import FOLDER, STUCK, read_running
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.running import FOLDER, STUCK, read_running
 from headrace.actors.slowness.in_flight import SILENT_S
 from headrace.actors.traces.store import SpanFolder
 from headrace.serve.tracing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace.actors.record.running import FEW
+from headrace.actors.record.files.running import FEW
 
 TASKS: Final = 2048
 """Number of tasks whose durations are remembered; those that ended longest ago are forgotten first."""

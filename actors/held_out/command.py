@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.service import EvaluationService
-from headrace.actors.record.logs import LogTerms
-from headrace.actors.record.run_directory import RunDirectory, free_folder
+from headrace.actors.record.files.logs import LogTerms
+from headrace.actors.record.files.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About, EvaluationSummary
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Self
 
 from headrace.actors.errors import RunStalled
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import EvaluationRecords
 from headrace.actors.rollouts.stations import TaskCatalog

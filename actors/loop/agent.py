@@ -33,7 +33,7 @@ from headrace.actors.loop.action_parsers import PARSERS, Malformed
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.parts import in_part
 from headrace.actors.templates import MarkedText, filled, filled_around
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task

@@ -24,9 +24,9 @@ from headrace.actors.observer.computed import Computed, ComputedByKey, Reading
 from headrace.actors.observer.explained import Explained, RolloutInCohort, explained, time_of
 from headrace.actors.observer.metrics_tail import MetricsTail, Records
 from headrace.actors.observer.rollout_reading import RolloutDetails, read_rollout
-from headrace.actors.record.run_directory import RunDirectory, read_configuration
-from headrace.actors.record.run_state import RunState, run_state
-from headrace.actors.record.running import FOLDER
+from headrace.actors.record.files.run_directory import RunDirectory, read_configuration
+from headrace.actors.record.files.run_state import RunState, run_state
+from headrace.actors.record.files.running import FOLDER
 from headrace.actors.slowness.in_flight import InFlight, in_flight
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.audit.evidence import has_begun

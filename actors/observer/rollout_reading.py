@@ -18,8 +18,8 @@ import orjson
 from headrace.actors.errors import RunError
 from headrace.actors.observer.text import ShownText, name, shown
 from headrace.actors.observer.trajectory_text import TrajectoryText, read_text
-from headrace.actors.record.log_lines import logs_in
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.log_lines import logs_in
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.serve.tracing.retention import kept_files

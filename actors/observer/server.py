@@ -25,7 +25,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.exposition.app import PATH, metrics_handler
 from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.observer.app import build_app
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.services.local_server import key_of
 from headrace.buffer.primitives.durable_files import replace_file
 

@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from headrace.actors.observer.text import ShownText, shown
-from headrace.actors.record.run_directory import RunDirectory, read_configuration
+from headrace.actors.record.files.run_directory import RunDirectory, read_configuration
 from headrace.buffer.audit.evidence import read_only, read_trajectory
 from headrace.buffer.trajectories.token_kinds import TokenKind
 from headrace.buffer.trajectories.types import Row

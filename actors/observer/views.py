@@ -15,7 +15,7 @@ from typing import Any, Final
 from headrace.actors.observer.drawing import Box, histogram, stacked
 from headrace.actors.observer.explained import Explained
 from headrace.actors.observer.metrics_tail import Record, Records
-from headrace.actors.record.utilisation import mean_in_flight, mean_loads
+from headrace.actors.record.files.utilisation import mean_in_flight, mean_loads
 from headrace.actors.slowness.verdicts import Verdict
 
 ROWS: Final = 100

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.policies.engine import EngineId

@@ -15,8 +15,8 @@ from typing import Self
 
 from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.providers import start_hosts
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec

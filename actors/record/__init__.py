@@ -1,1 +1,1 @@
-"""Records of a run: its directory, metrics, telemetry, push costs, station loads and retention."""
+"""Records of a run: its files, copies of those of other nodes, and its storage."""

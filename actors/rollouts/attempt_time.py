@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.record.parts import part_clock
+from headrace.actors.record.files.parts import part_clock
 from headrace.actors.services.figures import ServiceTime, service_time
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
 from headrace.buffer.trajectories.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.answers import Answer
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressure

@@ -21,7 +21,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.actors.record.utilisation import Station, UtilisationMeter
+from headrace.actors.record.files.utilisation import Station, UtilisationMeter
 
 ENOUGH_ENDS: Final = 16
 """Number of rollouts that must end in a window before latencies are computed; with fewer, the window is extended."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.actors.record.metrics import UNRECORDED, MetricsLog, RecordsMetrics
+from headrace.actors.record.files.metrics import UNRECORDED, MetricsLog, RecordsMetrics
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated, Issued
 from headrace.buffer.trajectories.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
 

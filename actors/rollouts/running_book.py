@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.actors.record.running import (
+from headrace.actors.record.files.running import (
     EVERY_S,
     FOLDER,
     RunningFile,

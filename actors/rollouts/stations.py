@@ -19,8 +19,8 @@ from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.leases import Leases
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.rollout import RolloutConfig

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace.actors.record.running import FEW, STUCK
+from headrace.actors.record.files.running import FEW, STUCK
 from headrace.buffer.trajectories.types import RolloutOrder
 
 REMEMBERED: Final = 256

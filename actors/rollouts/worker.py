@@ -23,7 +23,7 @@ from typing import Self
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.record.running import RunningFile
+from headrace.actors.record.files.running import RunningFile
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations

@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.run_directory import RunDirectory, read_configuration
+from headrace.actors.record.files.run_directory import RunDirectory, read_configuration
 from headrace.actors.run.config import RunConfig, apply_override
 from headrace.actors.run.older_configs import upgraded
 from headrace.actors.run.overlays import leaves

@@ -47,12 +47,12 @@ from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
 from headrace.actors.places.config import SandboxKind
 from headrace.actors.places.providers import check_provider, refuse_absent_images
-from headrace.actors.record.absences import Absences
-from headrace.actors.record.disk_space import needing_space
-from headrace.actors.record.log_warnings import TerminalWarnings
-from headrace.actors.record.logs import LogTerms
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.absences import Absences
+from headrace.actors.record.files.disk_space import needing_space
+from headrace.actors.record.files.log_warnings import TerminalWarnings
+from headrace.actors.record.files.logs import LogTerms
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig, explain, resolve
 from headrace.actors.run.older_configs import recorded, upgraded

@@ -30,12 +30,12 @@ from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.absences import OF_ACTORS, Absences
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.disk_space import WAITING, full_folders, missing_space
-from headrace.actors.record.housekeeping import EVERY_S, keep_house
-from headrace.actors.record.metrics import UNRECORDED, MetricsLog
-from headrace.actors.record.run_directory import RunDirectory, identity_of, read_configuration
+from headrace.actors.record.files.absences import OF_ACTORS, Absences
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.disk_space import WAITING, full_folders, missing_space
+from headrace.actors.record.files.housekeeping import EVERY_S, keep_house
+from headrace.actors.record.files.metrics import UNRECORDED, MetricsLog
+from headrace.actors.record.files.run_directory import RunDirectory, identity_of, read_configuration
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import RolloutStore

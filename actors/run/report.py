@@ -17,12 +17,12 @@ from rich.table import Table
 
 from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.exposition.attempts import breakdown_of
-from headrace.actors.record.logprob_drift import DriftTotals, drift_totals
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.push_costs import PushCosts, push_costs
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.service_totals import ServiceTotals, service_totals
-from headrace.actors.record.utilisation import StationLoad, bottleneck, mean_in_flight, mean_loads, service_shares
+from headrace.actors.record.files.logprob_drift import DriftTotals, drift_totals
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.push_costs import PushCosts, push_costs
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.service_totals import ServiceTotals, service_totals
+from headrace.actors.record.files.utilisation import StationLoad, bottleneck, mean_in_flight, mean_loads, service_shares
 from headrace.actors.run.changes import CheckpointConfiguration, newest_configuration
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.joined_rows import JoinedRows

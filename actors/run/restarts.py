@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import list_checkpoints

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import has_begun, streamed
 from headrace.buffer.audit.resume_report import ResumeReport, resume_report
 from headrace.buffer.audit.verify import lost_rollouts

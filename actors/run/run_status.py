@@ -6,11 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.record.absences import read_absences
-from headrace.actors.record.metrics import each_metric, last_metric
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.run_state import RunState, run_state
-from headrace.actors.storage.ledger_copies import read_outcome
+from headrace.actors.record.files.absences import read_absences
+from headrace.actors.record.files.metrics import each_metric, last_metric
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.run_state import RunState, run_state
+from headrace.actors.record.storage.ledger_copies import read_outcome
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.core.outages import utc
 from headrace.buffer.errors import LedgerRefused

@@ -24,9 +24,9 @@ from typing import Any, NoReturn, Self, TypeVar
 from headrace.actors.cluster.node_drain import RunLeft, leave_node
 from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.errors import RunStalled
-from headrace.actors.record.housekeeping import thin_out_evaluations
-from headrace.actors.record.metrics import EvaluationMetric, StallMetric
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.housekeeping import thin_out_evaluations
+from headrace.actors.record.files.metrics import EvaluationMetric, StallMetric
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors

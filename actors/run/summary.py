@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.actors.record.active_time import read_driven_time
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.push_costs import push_costs
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
+from headrace.actors.record.files.active_time import read_driven_time
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.push_costs import push_costs
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.verify import audit

@@ -22,8 +22,8 @@ from headrace.actors.errors import ActorLost
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.metrics import MetricsWriter, ServicesMetric, StationMeans, StationsMetric
-from headrace.actors.record.utilisation import SERVICE, Station, StationLoad, UtilisationMeter, bottleneck
+from headrace.actors.record.files.metrics import MetricsWriter, ServicesMetric, StationMeans, StationsMetric
+from headrace.actors.record.files.utilisation import SERVICE, Station, StationLoad, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus

@@ -23,10 +23,12 @@ import orjson
 
 from headrace.actors.errors import ActorError, DiskFull, RunFenced, StorageLost, first_cause
 from headrace.actors.observer.actor import NOT_SENT, Observer
-from headrace.actors.record.absences import OF_THE_DRIVER, Absences
-from headrace.actors.record.disk_space import lacks_space, named
-from headrace.actors.record.logs import LogTerms
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.absences import OF_THE_DRIVER, Absences
+from headrace.actors.record.files.disk_space import lacks_space, named
+from headrace.actors.record.files.logs import LogTerms
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.storage.incarnation import Incarnation
+from headrace.actors.record.storage.restore import restore_run
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import run_guarded, sole_driver, write_summary
@@ -40,8 +42,6 @@ from headrace.actors.runtime.call_guard import keep_running
 from headrace.actors.runtime.nodes import Process, Role, kill_here, this_process
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime, namespace_of
-from headrace.actors.storage.incarnation import Incarnation
-from headrace.actors.storage.restore import restore_run
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Final
 
 from headrace.actors.errors import ActorError
-from headrace.actors.node_files.copies import NodeCopies
-from headrace.actors.node_files.pages import Held
-from headrace.actors.record.node_copies import NODE_DIGITS, NODES
+from headrace.actors.record.copies.copies import NodeCopies
+from headrace.actors.record.copies.pages import Held
+from headrace.actors.record.files.node_copies import NODE_DIGITS, NODES
 from headrace.actors.runs.records import RunId
 from headrace.actors.runtime.nodes import AGENT_TIMEOUT_S, NodeAgent
 

@@ -20,15 +20,15 @@ from headrace.actors.cluster.checks import Node, refuse_absent_roles, refuse_ope
 from headrace.actors.cluster.probe import living_nodes, marked, open_redis, probe, versions_here
 from headrace.actors.cluster.section import ClusterSection, RolesSection
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
-from headrace.actors.record.logs import LogTerms
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.logs import LogTerms
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.storage.restore import link_checkpoints
 from headrace.actors.run.config import RunConfig, absolute_paths, validated
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.records import Build, Demands, Recipe, Submission
 from headrace.actors.runtime.nodes import Bundle, Role
-from headrace.actors.storage.restore import link_checkpoints
 from headrace.actors.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file

@@ -17,7 +17,7 @@ from typing import Final
 import orjson
 
 from headrace.actors.errors import RunRefused
-from headrace.actors.record.log_lines import LogReader, Position, actor_of, logs_in
+from headrace.actors.record.files.log_lines import LogReader, Position, actor_of, logs_in
 from headrace.actors.runs.contract import LogPage
 
 MAX_CURSOR: Final = 256 << 10

@@ -21,7 +21,7 @@ from headrace.actors.engine_group.members_file import EngineStatus, read_roster
 from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.errors import ActorError, ActorGone, ActorLost, ConfigError, RunError, RunRefused
 from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of

@@ -24,7 +24,7 @@ from typing import Final, NoReturn, Self
 from headrace.actors.cluster.head_watch import HeadWatch
 from headrace.actors.cluster.section import CLUSTER_ABSENT_S
 from headrace.actors.errors import ConfigError, RunRefused
-from headrace.actors.record.absences import read_absences
+from headrace.actors.record.files.absences import read_absences
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
 from headrace.actors.run.restarts import RestartPolicy, saved_step

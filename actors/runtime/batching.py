@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from headrace.actors.record.logs import leave_rollout
+from headrace.actors.record.files.logs import leave_rollout
 
 Q = TypeVar("Q")
 R = TypeVar("R")

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.record.absences import Absences
+from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.operations import ABSENCE, until_back
 from headrace.actors.runtime.runtime import Runtime
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 from headrace.actors.errors import first_cause
-from headrace.actors.record.absences import Absences
+from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.nodes import Bundle, Process, this_process
 from headrace.actors.runtime.resources import ResourceOwner

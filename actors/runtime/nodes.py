@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import psutil
 
-from headrace.actors.node_files.pages import Held, NodePage
-from headrace.actors.node_files.sender import next_page
+from headrace.actors.record.copies.pages import Held, NodePage
+from headrace.actors.record.copies.sender import next_page
 from headrace.sandboxes.linux.processes import parse_stat
 
 ROLE_LABEL: Final = "headrace/role"

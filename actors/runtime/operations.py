@@ -22,7 +22,7 @@ from typing import Final, Generic, Protocol, Self, TypeAlias, TypeVar
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.record.logs import leave_rollout
+from headrace.actors.record.files.logs import leave_rollout
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, settle
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.record.metrics import Metric, MetricsWriter, line_of
+from headrace.actors.record.files.metrics import Metric, MetricsWriter, line_of
 from headrace.actors.runtime.operations import until_back
 
 

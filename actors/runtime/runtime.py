@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
-from headrace.actors.record.logs import LogTerms, begin_logs
+from headrace.actors.record.files.logs import LogTerms, begin_logs
 from headrace.actors.runtime.nodes import (
     AGENT_TIMEOUT_S,
     NAMESPACE,

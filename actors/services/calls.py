@@ -24,7 +24,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures, current_service_time
 from headrace.actors.services.limit import CallLimit, Slots

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import SERVICE
 

@@ -20,8 +20,8 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.record.metrics import UNRECORDED, MetricsWriter, SimulatedPushMetric
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import UNRECORDED, MetricsWriter, SimulatedPushMetric
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record
 from headrace.actors.runtime.resources import ResourceOwner

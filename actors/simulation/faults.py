@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from headrace.actors.errors import ActorError, RunError, first_cause
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run

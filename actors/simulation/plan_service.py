@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.metrics import UNRECORDED, MetricsLog
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import UNRECORDED, MetricsLog
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out
 from headrace.actors.run.parts import Externals

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import orjson
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
-from headrace.actors.record.metrics import MetricsLog
+from headrace.actors.record.files.metrics import MetricsLog
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.simulation.plan import MINUTE_S, Mode, SimulationPlan

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.slowness.meanwhile import EVALUATION, add_metrics, intervals_of_ledger
 from headrace.actors.slowness.reading import ENDED, committed_steps, measured_parts, read_times
 from headrace.actors.slowness.rows import EARLIER_ATTEMPTS, RolloutTime, RunTimes

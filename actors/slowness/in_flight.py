@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.running import (
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.running import (
     EVERY_S,
     FEW,
     FOLDER,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import orjson
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.slowness.meanwhile import add_metrics, intervals_of_ledger
 from headrace.actors.slowness.rows import (
     BUFFER_WAIT,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace.actors.record.run_directory import RunDirectory, identity_of
+from headrace.actors.record.files.run_directory import RunDirectory, identity_of
 from headrace.actors.slowness.reading import read_times
 from headrace.actors.slowness.verdicts import explain
 from headrace.buffer.audit.evidence import begin_with_archive, reading

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import orjson
 
-from headrace.actors.record.run_directory import RunDirectory, identity_of
+from headrace.actors.record.files.run_directory import RunDirectory, identity_of
 from headrace.actors.slowness.in_flight import in_flight
 from headrace.actors.traces.attempts import ended_attempts, slow_traces
 from headrace.actors.traces.receiver import BATCH_SPANS

@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import orjson
 import zstandard
 
-from headrace.actors.record.node_copies import folders_of_nodes
+from headrace.actors.record.files.node_copies import folders_of_nodes
 from headrace.serve.tracing.span_files import LOST_SUFFIX, ZSTD
 
 FOLDER: Final = "spans"

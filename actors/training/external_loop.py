@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import orjson
 
 from headrace.actors.errors import ActorError
-from headrace.actors.record.absences import Absences
+from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.runtime import end_actor
 from headrace.actors.training.external_learner import ExternalLearner, TrainerOrder
 from headrace.actors.training.learner import LearnerLoop, LearnerStatus, Stage, TrainingEnd

@@ -35,9 +35,9 @@ from opentelemetry.trace import Link, Span
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.logprob_drift import mismatch_alarm
-from headrace.actors.record.metrics import SourceStep, StepMetric
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.logprob_drift import mismatch_alarm
+from headrace.actors.record.files.metrics import SourceStep, StepMetric
 from headrace.actors.runtime.nodes import this_node
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.recording import record

@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import reopen
 from headrace.actors.simulation.plan import MOST_WARMUP_STEPS

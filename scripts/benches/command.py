@@ -193,7 +193,7 @@ def longagents(
     30 minutes through the real gateway, and steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a
     rollout to infrastructure."""
     from benches.long_agents import measure_long_agents, prepare_long_agents
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         directory = RunDirectory(path=Path(folder) / "long-agents")
@@ -219,7 +219,7 @@ def outage(
     command. Exit code 3: a task was charged or parked, a rollout was lost, too many attempts began during the outage,
     or the run did not end."""
     from benches.outage import Outages, measure_outage, prepare_outage
-    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.files.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         directory = RunDirectory(path=Path(folder) / "outage")

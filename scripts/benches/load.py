@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benches.orchestration import Measured, calls_of, idle_cpu, report
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.service import Service

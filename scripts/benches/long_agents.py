@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.actors.errors import RunStalled
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.summary import summarize

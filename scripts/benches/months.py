@@ -24,14 +24,14 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from headrace.actors.record.metrics import (
+from headrace.actors.record.files.metrics import (
     EvaluationMetric,
     MetricsLog,
     RolloutPhasesMetric,
     SimulatedPushMetric,
     StepMetric,
 )
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.buffer.core.advantages import (

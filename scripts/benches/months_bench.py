@@ -29,8 +29,8 @@ import typer
 
 from benches.months import SAVE_EVERY, STEPS_PER_DAY, write_run
 from benches.soak_driver import Driver, log_of
-from headrace.actors.record.metrics import last_metric
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import last_metric
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
 from headrace.actors.runtime.process_tree import FOLDER_KEY, largest_gaps

@@ -16,8 +16,8 @@ from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts

@@ -32,7 +32,7 @@ from benches.long_agents import (
     scaled_clocks,
 )
 from headrace.actors.errors import ActorLost, RunStalled
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.service import Service

@@ -22,8 +22,8 @@ from typing import Any, Final
 import psutil
 
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.metrics import each_metric
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import each_metric
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.service import Service

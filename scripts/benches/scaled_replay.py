@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import drive
 from headrace.actors.simulation.plan import MINUTE_S, SimulationPlan
 from headrace.actors.simulation.plan_service import prepare_plan, scaled

@@ -20,7 +20,7 @@ import orjson
 import psutil
 
 from headrace.actors.exposition.exposition import Exposition
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.ledger.archive import ARCHIVE

@@ -31,7 +31,7 @@ import psutil
 import typer
 
 from benches.soak_driver import ANSWER_S, Driver, log_of
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served

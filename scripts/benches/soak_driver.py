@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 import psutil
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 
 ANSWER_S: Final = 300.0
 """Time without an answer or a step after which the run is considered stuck."""

@@ -20,8 +20,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 
 RECIPE: Final = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.toml"
 BATCH: Final = 64

@@ -21,8 +21,8 @@ from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.errors import DiskFull
-from headrace.actors.record.disk_space import WAITING, needing_space
-from headrace.actors.record.metrics import last_metric
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.disk_space import WAITING, needing_space
+from headrace.actors.record.files.metrics import last_metric
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.storage.restore import link_checkpoints
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import change, lay_out, reopen
 from headrace.actors.run.overlays import load_layered
@@ -24,7 +25,6 @@ from headrace.actors.run.service import Service
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.storage.restore import link_checkpoints
 from headrace.buffer.audit.verify import verify
 from support import run_rig as rig
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.report import report_of
 from headrace.policies.learners.checkpoints import list_checkpoints, usable_checkpoint
 

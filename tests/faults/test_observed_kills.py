@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace.actors.exposition.exposition import Exposition
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.slowness.in_flight import in_flight
 from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
 from headrace.actors.traces.store import FOLDER as SPANS

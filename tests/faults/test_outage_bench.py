@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benches.outage import GATE_WAITS, STEPS, Outages, measure_outage, prepare_outage
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import drain_on_interrupt, run_guarded
 from headrace.actors.runtime.interrupts import Interrupts
 from headrace.actors.runtime.operations import until_back

@@ -17,7 +17,7 @@ import pytest
 from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.providers import start_provider
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.host.leftovers import run_label
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headrace.actors.errors import RunStalled
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime

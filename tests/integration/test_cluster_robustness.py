@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.files.metrics import read_metrics
 from support.cluster_rig import CONTROL, QUICK, ROOT, WORKERS, Cluster, ClusterRun, wait_until
 from support.marks import NEEDS_HOSTS
 

@@ -15,8 +15,8 @@ from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest,
 from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task
 from headrace.buffer.trajectories.types import Cause

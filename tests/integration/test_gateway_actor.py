@@ -12,7 +12,7 @@ import pytest
 
 from headrace.actors.engine_group.gate import call_gateway
 from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.serve.gateway.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.http.client import GatewayClient

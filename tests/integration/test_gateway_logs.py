@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
+from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer
 from headrace.serve.tracing.retention import RetentionConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import sole_driver
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import LedgerRefused

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.run_state import RunState, run_state
-from headrace.actors.record.running import read_running
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.run_state import RunState, run_state
+from headrace.actors.record.files.running import read_running
 from support import browser_rig
 from support.browser_rig import ALL_SCREENS, SCREENS, Screen, browser
 from support.observer_rig import HOSTILE, hostile_run, simulated_run, write_configuration

@@ -22,7 +22,7 @@ from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
-from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.files.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.datasets.converters import convert

@@ -18,8 +18,8 @@ from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.leases import SandboxConnections
 from headrace.actors.places.providers import check_provider
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import check_objective
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec

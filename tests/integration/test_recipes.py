@@ -17,8 +17,8 @@ from benches.recipe import measure
 from rich.console import Console
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of

@@ -17,7 +17,7 @@ from typing import Self
 import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
-from headrace.actors.record.logs import LogTerms
+from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import BeginsUnasked, RayRuntime, _unless_forgotten

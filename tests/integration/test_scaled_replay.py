@@ -12,7 +12,7 @@ from benches.load import TURNS, load_plan, run_load
 from benches.scaled_replay import compare
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime
 from headrace.actors.simulated.durations import DurationsConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import read_configuration
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import read_configuration
 from headrace.buffer.audit.verify import verify
 from headrace.policies.learners.checkpoints import list_checkpoints, read_manifest
 from support.run_rig import run_simulated

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.actors.record.log_lines import logs_in
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.log_lines import logs_in
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import read_answers
 from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.buffer.audit.evidence import Evidence, read_evidence, read_trajectories
 from headrace.buffer.trajectories.types import Row, Trajectory
 from headrace.policies.learners.checkpoint_retention import kept_checkpoints, version_of

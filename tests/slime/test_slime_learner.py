@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.actors.record.metrics import read_metrics
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.buffer.audit.verify import verify
 from headrace.policies.errors import CheckpointMismatch, LearnerSettingsInvalid, RowUnusable
 from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints, read_manifest

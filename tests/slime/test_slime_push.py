@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime

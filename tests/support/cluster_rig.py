@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.actors.record.metrics import last_metric
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.metrics import last_metric
+from headrace.actors.record.files.run_directory import RunDirectory
 from support.hosts import DISK, Host, Network
 from support.ray_hosts import RayHosts
 

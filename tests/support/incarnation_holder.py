@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.actors.errors import RunError
-from headrace.actors.storage.incarnation import FenceConfig, Incarnation
+from headrace.actors.record.storage.incarnation import FenceConfig, Incarnation
 
 QUICK: Final = FenceConfig(renew_s=0.2, end_after_s=3.0, takeover_s=4.0, margin_s=0.5)
 

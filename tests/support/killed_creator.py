@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.actors.errors import RunFenced
-from headrace.actors.storage.incarnation import FenceConfig, Incarnation
+from headrace.actors.record.storage.incarnation import FenceConfig, Incarnation
 
 QUICK: Final = FenceConfig(renew_s=0.01, end_after_s=0.1, takeover_s=0.2, margin_s=0.05)
 OPERATIONS: Final = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.link"})

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from headrace.actors.errors import ActorError
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.operations import until_back
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.actors.simulated.engines import SimulatedEngineGroup

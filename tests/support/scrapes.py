@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace.actors.exposition.exposition import Exposition
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample

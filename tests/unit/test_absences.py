@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.errors import StartFailed
-from headrace.actors.record.absences import OF_ACTORS, OF_THE_DRIVER, Absences, read_absences
+from headrace.actors.record.files.absences import OF_ACTORS, OF_THE_DRIVER, Absences, read_absences
 from headrace.actors.runtime.guarded_actors import GuardedActors
 from headrace.actors.runtime.nodes import Bundle, Role
 from headrace.actors.runtime.runtime import InlineRuntime

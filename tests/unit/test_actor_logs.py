@@ -17,7 +17,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from headrace.actors.record.logs import (
+from headrace.actors.record.files.logs import (
     MAX_LINE_BYTES,
     EventFormatter,
     LogFile,
@@ -229,7 +229,7 @@ def test_an_event_with_invalid_arguments_is_reported_and_raises_nothing(
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from headrace.actors.record.logs import LogTerms, begin_logs
+from headrace.actors.record.files.logs import LogTerms, begin_logs
 from headrace.serve.tracing.retention import RetentionConfig
 
 terms = LogTerms(

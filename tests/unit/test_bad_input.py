@@ -16,7 +16,7 @@ import pytest
 
 from headrace.actors.cli import app as cli
 from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver
 from headrace.buffer.primitives.file_lock import FileLock

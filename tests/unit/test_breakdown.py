@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.record.parts import in_part
+from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.services.figures import current_service_time
 from headrace.actors.simulation.virtual_time import run_virtual

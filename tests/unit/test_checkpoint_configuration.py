@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory, read_configuration
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory, read_configuration
 from headrace.actors.run.changes import ChangedKey
 from headrace.actors.run.launch import RunRequest, change, prepare
 from headrace.actors.run.report import RunReport, report_of

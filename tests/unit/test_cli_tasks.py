@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from headrace.actors.cli import app as cli
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.audit.verify import verify

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
-from headrace.actors.record.run_directory import RunDirectory, sandbox_owner
+from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig
 from headrace.actors.runs.grants import Rights

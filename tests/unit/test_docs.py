@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
 from headrace.buffer.audit.export import export_schema

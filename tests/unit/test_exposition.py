@@ -29,9 +29,9 @@ from headrace.actors.exposition.app import PATH, exposition_app, metrics_handler
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.exposition import OPENMETRICS, PLAIN, Exposition
 from headrace.actors.exposition.records import NewestRecords
-from headrace.actors.record.metrics import MetricsLog, StallMetric, StationsMetric
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.running import FOLDER, RunningFile, RunningRollout, write_running
+from headrace.actors.record.files.metrics import MetricsLog, StallMetric, StationsMetric
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.running import FOLDER, RunningFile, RunningRollout, write_running
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.buffer.audit.verify import verify

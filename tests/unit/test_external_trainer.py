@@ -16,8 +16,8 @@ from typing import Any, Self
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training import external_loop as external_module
 from headrace.actors.training.external_loop import ExternalTrainerLoop

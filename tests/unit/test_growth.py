@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from benches.months import write_run
 
-from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.files.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence, read_open, streamed
 from headrace.buffer.audit.export import export
 from headrace.buffer.audit.report import acceptance

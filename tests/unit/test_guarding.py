@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.record.absences import Absences
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.absences import Absences
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations

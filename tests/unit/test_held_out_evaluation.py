@@ -16,7 +16,7 @@ from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import answer_id, read_answers
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, evaluation_order

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.actors.errors import RunFenced, StorageLost
-from headrace.actors.storage.incarnation import (
+from headrace.actors.record.storage.incarnation import (
     FILES_KEPT,
     FOLDER,
     Fence,

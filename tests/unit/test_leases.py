@@ -13,7 +13,7 @@ from headrace.actors.places import leases as leases_module
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.leases import Leases
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.storage.ledger_copies import OUTCOME, LedgerCopies, read_outcome
-from headrace.actors.storage.restore import restore_run
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.storage.ledger_copies import OUTCOME, LedgerCopies, read_outcome
+from headrace.actors.record.storage.restore import restore_run
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.cli import app as cli
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report

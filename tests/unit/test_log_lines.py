@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
-from headrace.actors.record.log_lines import LogReader, RunLogs, Wanted, event_of, lines_of_rollout
-from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.log_lines import LogReader, RunLogs, Wanted, event_of, lines_of_rollout
+from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import sole_driver
 from headrace.serve.tracing.attempts import working_for
 from headrace.serve.tracing.retention import RetentionConfig, older_files

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headrace.actors.record.log_warnings import (
+from headrace.actors.record.files.log_warnings import (
     MAX_CHARACTERS,
     MAX_KINDS,
     MOST,
@@ -21,7 +21,7 @@ from headrace.actors.record.log_warnings import (
     WarningLines,
     line_of,
 )
-from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
+from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.run.launch import watch
 from headrace.serve.tracing.progress import Progress, ProgressDisplay
 from headrace.serve.tracing.retention import RetentionConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.actors.record.logprob_drift import drift_totals, mismatch_alarm
-from headrace.actors.record.metrics import MetricsLog, StepMetric, read_metrics
+from headrace.actors.record.files.logprob_drift import drift_totals, mismatch_alarm
+from headrace.actors.record.files.metrics import MetricsLog, StepMetric, read_metrics
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.types import (
     Batch,

@@ -13,9 +13,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.actors.node_files.copies import RECEIVED, NodeCopies
-from headrace.actors.node_files.pages import Held, NodePage, Piece, is_older, number_of, older_name, series_of
-from headrace.actors.node_files.sender import next_page
+from headrace.actors.record.copies.copies import RECEIVED, NodeCopies
+from headrace.actors.record.copies.pages import Held, NodePage, Piece, is_older, number_of, older_name, series_of
+from headrace.actors.record.copies.sender import next_page
 from headrace.serve.tracing.retention import kept_files
 from support.full_disks import files_of_at_most
 
@@ -173,8 +173,8 @@ def _kill(here: Path, random_: random.Random, older_record: bytes) -> None:
 RECEIVER = """
 import sys
 from pathlib import Path
-from headrace.actors.node_files.copies import NodeCopies
-from headrace.actors.node_files.sender import next_page
+from headrace.actors.record.copies.copies import NodeCopies
+from headrace.actors.record.copies.sender import next_page
 
 copies = NodeCopies(Path(sys.argv[2]))
 print("ready", flush=True)

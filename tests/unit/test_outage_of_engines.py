@@ -7,7 +7,7 @@ import json
 import logging
 import re
 
-from headrace.actors.record.logs import EventFormatter, LogFile, Redaction
+from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.record.utilisation import Station
+from headrace.actors.record.files.utilisation import Station
 from headrace.actors.rollouts.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig

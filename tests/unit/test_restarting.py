@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.restarts import LONGEST_WAIT_S, RestartLoop, RestartPolicy, saved_step
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.resume import ResumePreparation
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import decile_edges, resume_report

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.housekeeping import keep_house, thin_out_evaluations
-from headrace.actors.record.metrics import (
+from headrace.actors.record.files.housekeeping import keep_house, thin_out_evaluations
+from headrace.actors.record.files.metrics import (
     EvaluationMetric,
     MetricsLog,
     RolloutPhasesMetric,
@@ -20,7 +20,7 @@ from headrace.actors.record.metrics import (
     last_metric,
     read_metrics,
 )
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.serve.tracing.retention import DAY_S, RetentionConfig, RotatingFile, Tail, kept_files, older_files
 

@@ -13,8 +13,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from headrace.actors.record.push_costs import push_record
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.push_costs import push_record
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.report import RunReport, report_of
 from headrace.actors.run.summary import summarize
 from headrace.actors.simulation.plan import make_plan

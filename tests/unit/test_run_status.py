@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from headrace.actors.cli.app import app
 from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineState, Origin
-from headrace.actors.record.absences import OF_ACTORS, Absences
-from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.record.run_state import RunState, run_state
+from headrace.actors.record.files.absences import OF_ACTORS, Absences
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.record.files.run_state import RunState, run_state
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.policies.engine import EngineId
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.actors.services.figures import FiguresSum, ServiceFigures, ServiceTime, current_service_time, service_time
 
 

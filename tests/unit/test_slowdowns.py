@@ -201,7 +201,7 @@ def test_attempts_of_a_task_with_retries_fail_and_are_repeated(tmp_path: Path) -
 
 
 def test_evaluations_beside_training_are_recorded_with_the_ledgers_times(tmp_path: Path) -> None:
-    from headrace.actors.record.metrics import read_metrics
+    from headrace.actors.record.files.metrics import read_metrics
 
     found = evidence(tmp_path / "run", evaluate_every=1, heldout=4, boots=2)
     evaluations = read_metrics(tmp_path / "run" / "metrics.jsonl", ("evaluation",))

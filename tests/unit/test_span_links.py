@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.trace import Link, SpanContext
 
 from headrace.actors.evaluation import evaluator
-from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.rollouts import dispatcher, rollout, worker
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.record.running import FEW, FOLDER, MAX_FILES, read_running, remove_oldest_running
+from headrace.actors.record.files.running import FEW, FOLDER, MAX_FILES, read_running, remove_oldest_running
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.running_book import RunningBook
 from headrace.actors.rollouts.stuck import MAX_TASKS, StuckWatch

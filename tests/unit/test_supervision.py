@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.record.metrics import MetricsLog, read_metrics
-from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.record.files.metrics import MetricsLog, read_metrics
+from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.actors.rollouts.dispatcher import DispatcherStatus
 from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.config import load_recipe

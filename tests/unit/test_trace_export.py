@@ -14,9 +14,9 @@ import pytest
 
 import headrace.actors.cli.app as cli
 from headrace.actors.observer.actor import Observer
-from headrace.actors.record.node_copies import NODES
-from headrace.actors.record.running import FOLDER as RUNNING
-from headrace.actors.record.running import RunningFile, RunningRollout, write_running
+from headrace.actors.record.files.node_copies import NODES
+from headrace.actors.record.files.running import FOLDER as RUNNING
+from headrace.actors.record.files.running import RunningFile, RunningRollout, write_running
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.older_configs import recorded
 from headrace.actors.traces.attempts import slow_or_failed

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace.actors.record.utilisation import (
+from headrace.actors.record.files.utilisation import (
     Station,
     StationLoad,
     UtilisationMeter,

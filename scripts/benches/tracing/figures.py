@@ -25,7 +25,7 @@ from benches.rollout_costs import service_ms, service_ratio
 from benches.tracing.collector import collector
 from benches.tracing.pairs import Pairs, alternated
 from benches.tracing.span import measure_span
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.actors.traces.store import FOLDER, SpanFolder
 from headrace.serve.tracing import span_names

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.actors.record.metrics import MismatchMetric
+from headrace.actors.record.files.metrics import MismatchMetric
 from headrace.buffer.trajectories.types import StepReport, TokenRatios
 
 

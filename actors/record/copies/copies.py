@@ -22,7 +22,7 @@ from typing import Final
 
 import orjson
 
-from headrace.actors.node_files.pages import (
+from headrace.actors.record.copies.pages import (
     COMPRESSED,
     NAME,
     Held,

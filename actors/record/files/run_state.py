@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import orjson
 
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 
 
 class RunState(StrEnum):

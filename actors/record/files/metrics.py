@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 
 import orjson
 
-from headrace.actors.record.service_totals import ServiceTotals
+from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.buffer.trajectories.types import TokenRatios
 from headrace.serve.tracing.retention import RetentionConfig, RotatingFile, kept_files
 

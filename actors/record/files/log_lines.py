@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
-from headrace.actors.record.logs import MAX_LINE_BYTES, log_path
-from headrace.actors.record.node_copies import folders_of_nodes
+from headrace.actors.record.files.logs import MAX_LINE_BYTES, log_path
+from headrace.actors.record.files.node_copies import folders_of_nodes
 from headrace.serve.tracing.retention import OLDER, older_files
 
 CHUNK_BYTES: Final = 1 << 20

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from headrace.actors.record.metrics import PushMetric
+from headrace.actors.record.files.metrics import PushMetric
 from headrace.policies.push.contract import PushReport
 
 

@@ -17,7 +17,7 @@ from typing import Final, Self
 
 import orjson
 
-from headrace.actors.record.node_copies import folders_of_nodes
+from headrace.actors.record.files.node_copies import folders_of_nodes
 
 EVERY_S: Final = 2.0
 """Seconds between two writes of a worker's file."""

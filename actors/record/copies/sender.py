@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from headrace.actors.node_files.pages import (
+from headrace.actors.record.copies.pages import (
     COMPRESSED,
     EMPTY,
     FOLDERS,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.actors.record.log_lines import RunLogs, Wanted
+from headrace.actors.record.files.log_lines import RunLogs, Wanted
 
 REPEAT_S: Final = 60.0
 MOST: Final = 20

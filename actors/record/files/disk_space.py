@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.actors.errors import DiskFull
-from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.record.files.run_directory import RunDirectory
 
 WAITING: Final = {
     "state": "the ledger waits",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.actors.record.metrics import MetricsLog
+from headrace.actors.record.files.metrics import MetricsLog
 from headrace.serve.tracing.retention import RetentionConfig
 from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 
