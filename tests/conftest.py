@@ -112,7 +112,7 @@ def open_rig() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The one Ray of a test run."""
-    from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray
+    from headrace.actors.runtime.actors.runtime import start_local_ray, stop_local_ray
 
     start_local_ray("tests", object_store_bytes=128 << 20)
     yield

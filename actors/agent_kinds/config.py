@@ -14,7 +14,7 @@ from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.loop.config import LoopConfig
-from headrace.actors.section import Section
+from headrace.actors.runtime.recipe_section import Section
 
 
 class AgentKind(StrEnum):

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.chat import ChatContextExceeded, ChatMessage
-from headrace.actors.simulated.durations import Durations, DurationsConfig
-from headrace.actors.simulated.tasks import is_solved
+from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
+from headrace.actors.runtime.simulated.tasks import is_solved
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict, Task
 from headrace.policies.errors import EngineUnavailable

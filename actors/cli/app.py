@@ -366,7 +366,7 @@ def report(
 @app.command()
 def doctor(json: Json = None) -> None:
     """Show which sandbox guarantees this machine provides, and which are missing."""
-    from headrace.actors.runtime.runtime import check_ray_folder
+    from headrace.actors.runtime.actors.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
 
     check_ray_folder()

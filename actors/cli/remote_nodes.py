@@ -10,7 +10,7 @@ from rich.table import Table
 from headrace.actors.cli.output import say, show, write_json
 from headrace.actors.cli.remote_runs import OnCluster
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.nodes import this_node
+from headrace.actors.runtime.actors.nodes import this_node
 
 if TYPE_CHECKING:
     from pathlib import Path

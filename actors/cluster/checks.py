@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.actors.errors import CannotBePlaced, ConfigError
-from headrace.actors.runtime.nodes import ROLE_LABEL, Bundle, Role
+from headrace.actors.runtime.actors.nodes import ROLE_LABEL, Bundle, Role
 from headrace.policies.processes.engine_keys import is_loopback
 
 MOST_CLOCK_OFFSET_S: Final = 5.0

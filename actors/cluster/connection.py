@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.actors.errors import ConfigError, StartFailed
-from headrace.actors.runtime.nodes import NAMESPACE
+from headrace.actors.runtime.actors.nodes import NAMESPACE
 
 DEFAULT_TOKEN_FILE: Final = Path(".ray/auth_token")
 """Below the home directory; Ray reads it without being told."""

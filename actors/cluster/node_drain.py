@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.rollouts.dispatcher import Dispatcher, RolloutsLeft
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.operations import until_back
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.group import EngineGroup

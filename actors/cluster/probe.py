@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from headrace.actors.cluster.checks import Node, NodeFacts, Versions
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.nodes import ROLE_LABEL
-from headrace.actors.version import RUNNING
+from headrace.actors.runtime.actors.nodes import ROLE_LABEL
+from headrace.actors.runtime.version import RUNNING
 
 HEAD_RESOURCE: Final = "node:__internal_head__"
 PROBE_TIMEOUT_S: Final = 60.0

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.nodes import Bundle, Role
-from headrace.actors.runtime.operations import DEFAULT_ABSENT_S
-from headrace.actors.runtime.runtime import PLAIN, Resources
-from headrace.actors.section import Section
+from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.actors.operations import DEFAULT_ABSENT_S
+from headrace.actors.runtime.actors.runtime import PLAIN, Resources
+from headrace.actors.runtime.recipe_section import Section
 
 if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig

@@ -31,7 +31,7 @@ from headrace.actors.engine_group.members_file import EngineStatus, engine_statu
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
 from headrace.actors.runs.records import Recipe, RunEvent, RunRecord, run_event, run_record
-from headrace.actors.runtime.event_stream import AGAIN_S, END, POLL_S
+from headrace.actors.runtime.actors.event_stream import AGAIN_S, END, POLL_S
 
 PATIENCE_S: Final = 120.0
 """Default time for which the API may be away: a head with Redis is back after 30 to 60 s, its API 15 s later."""

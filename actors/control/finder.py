@@ -15,8 +15,8 @@ from typing import Any, Final, cast
 
 from headrace.actors.errors import ActorLost, RunsMissing
 from headrace.actors.runs.contract import ACTOR_NAME, RunsApi
-from headrace.actors.runtime.nodes import NAMESPACE
-from headrace.actors.runtime.runtime import ActorProxy
+from headrace.actors.runtime.actors.nodes import NAMESPACE
+from headrace.actors.runtime.actors.runtime import ActorProxy
 
 LOOK_UP_S: Final = 5.0
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.errors import ActorLost
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.policies.processes.server_process import ServerProcess
 
 ASK_HOST_S = 10.0

@@ -25,8 +25,8 @@ from headrace.actors.engine_group.host import EngineHost, ServerPlan, server_pro
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address
 from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
-from headrace.actors.runtime.nodes import Role
-from headrace.actors.runtime.runtime import RayRuntime, Resources, node_address
+from headrace.actors.runtime.actors.nodes import Role
+from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from headrace.actors.engine_group.registry import EngineRegistry
 from headrace.actors.errors import ActorLost
-from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.policies.engine import EngineId, RequestId
 from headrace.serve.gateway.http.gateway import GatewayStats
 from headrace.serve.gateway.http.routing import RoutingTable

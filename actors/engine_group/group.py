@@ -39,10 +39,10 @@ from headrace.actors.engine_group.pusher import Publisher, Pusher
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
-from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.metrics import MetricsWriter
-from headrace.actors.runtime.runtime import RayRuntime, node_address
+from headrace.actors.runtime.actors.runtime import RayRuntime, node_address
+from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, PauseMode

@@ -28,7 +28,7 @@ from headrace.actors.engine_group.push_spans import push_span
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState
 from headrace.actors.record.files.metrics import MetricsWriter
 from headrace.actors.record.files.push_costs import push_record
-from headrace.actors.runtime.recording import record
+from headrace.actors.runtime.actors.recording import record
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed

@@ -18,14 +18,14 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, ev
 from headrace.actors.evaluation.functions import score_by_function
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.verdict import failed, solved
-from headrace.actors.places.leases import LEASE_S, Leases, lease_attributes
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import PartClock, add_part, in_part, part_clock
-from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
-from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.simulated.tasks import is_slow, is_solved
+from headrace.actors.runtime.actors.batching import Batcher
+from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.pools.leases import LEASE_S, Leases, lease_attributes
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
 from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
 from headrace.buffer.trajectories.breakdown import (

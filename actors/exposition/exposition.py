@@ -32,7 +32,7 @@ from headrace.actors.exposition.gauges import (
 from headrace.actors.exposition.ledger_reader import LedgerReader
 from headrace.actors.exposition.records import NewestRecords
 from headrace.actors.record.files.run_directory import RunDirectory, identity_of
-from headrace.actors.version import RUNNING
+from headrace.actors.runtime.version import RUNNING
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -41,9 +41,9 @@ from headrace.actors.run.launch import (
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_sampling, recipe_digest
 from headrace.actors.run.sections import ModelSection
-from headrace.actors.runtime.interrupts import Interrupts
-from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
+from headrace.actors.runtime.actors.interrupts import Interrupts
+from headrace.actors.runtime.actors.operations import ABSENCE
+from headrace.actors.runtime.actors.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack

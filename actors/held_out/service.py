@@ -24,9 +24,9 @@ from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import ServiceParts, supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_of
-from headrace.actors.runtime.call_guard import AwakeClock, keep_running
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learner import WeightsSnapshot
 from headrace.serve.tracing.progress import Progress

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
-from headrace.actors.section import Section, overlaid
+from headrace.actors.runtime.recipe_section import Section, overlaid
 from headrace.buffer.core.config import BufferConfig
 
 KEY: Final = "tasks.sources"

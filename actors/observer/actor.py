@@ -19,7 +19,7 @@ from typing import Final, Self
 
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.observer.server import ObserveOptions, page_server
-from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.traces.exporting import FOLDER, TraceExport
 from headrace.actors.traces.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused

@@ -31,7 +31,7 @@ from headrace.actors.observer.reader import RunReader
 from headrace.actors.observer.rendering import make_environment
 from headrace.actors.observer.rollout_reading import RolloutUnknown
 from headrace.actors.observer.static_files import static_files
-from headrace.actors.runtime.event_stream import event_stream
+from headrace.actors.runtime.actors.event_stream import event_stream
 from headrace.actors.slowness.waterfall_html import waterfall_fragment
 from headrace.buffer.errors import ReplayError
 

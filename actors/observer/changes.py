@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.actors.runtime.event_stream import POLL_S
+from headrace.actors.runtime.actors.event_stream import POLL_S
 
 LOOK_S: Final = 1.0
 

@@ -24,7 +24,6 @@ from opentelemetry.context import Context
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.answers import Answer
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
@@ -32,7 +31,8 @@ from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressur
 from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight

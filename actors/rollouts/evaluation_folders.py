@@ -33,8 +33,8 @@ from headrace.actors.rollouts.answers import (
 )
 from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About
-from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.actors.batching import Batcher
+from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.tasks.task import TaskId

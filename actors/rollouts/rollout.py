@@ -26,8 +26,8 @@ from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.history import prepare
 from headrace.actors.evaluation.rewards import with_judgement, with_rewards
 from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
-from headrace.actors.places.leases import lease_attributes
 from headrace.actors.rollouts.attempt_time import AttemptTime
+from headrace.actors.runtime.pools.leases import lease_attributes
 from headrace.actors.services.figures import ServiceTime, current_service_time
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task

@@ -22,7 +22,7 @@ from headrace.actors.record.files.running import (
 )
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.stuck import StuckWatch
-from headrace.actors.runtime.nodes import this_node
+from headrace.actors.runtime.actors.nodes import this_node
 from headrace.buffer.trajectories.types import RolloutId, RolloutOrder
 from headrace.serve.tracing.attempts import working_for
 

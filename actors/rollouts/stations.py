@@ -16,22 +16,22 @@ from headrace.actors.evaluation.by_service.scoring import score_by_service
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.evaluation.rewards import score_parts, with_rewards
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.places.leases import Leases
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
-from headrace.actors.runtime.operations import OperationCalls
-from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.actors.operations import OperationCalls
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.pools.gateway import GatewayActor
+from headrace.actors.runtime.pools.leases import Leases
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.service import Services
-from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.tasks.parts import TaskLimits, least
 from headrace.buffer.tasks.task import OF_SERVICES, Task, TaskId, load_tasks

@@ -30,9 +30,9 @@ from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.running_book import RunningBook
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
-from headrace.actors.runtime.batching import TOGETHER_S, Batcher
-from headrace.actors.runtime.nodes import this_node
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.batching import TOGETHER_S, Batcher
+from headrace.actors.runtime.actors.nodes import this_node
+from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.services.figures import ServiceFigures
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.trajectories.breakdown import OFFER, summed

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.rollouts.answers import Answer, answer_without_record
 from headrace.actors.rollouts.pacing import AdaptiveLimit, Pressure
 from headrace.actors.rollouts.records import RolloutStore
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.buffer.trajectories.types import Outcome, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:

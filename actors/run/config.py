@@ -26,7 +26,6 @@ from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
 from headrace.actors.mix import section as sources
 from headrace.actors.mix.section import TaskSets, TasksSection
-from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run import clocks
@@ -36,7 +35,8 @@ from headrace.actors.run.sections import (
     SamplingSection,
     ServiceSection,
 )
-from headrace.actors.section import Section
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.recipe_section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig

@@ -45,8 +45,6 @@ from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.evaluation.verifier import VERIFIER_RUNS
 from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
-from headrace.actors.places.config import SandboxKind
-from headrace.actors.places.providers import check_provider, refuse_absent_images
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.record.files.disk_space import needing_space
 from headrace.actors.record.files.log_warnings import TerminalWarnings
@@ -60,10 +58,10 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
-from headrace.actors.runtime.call_guard import guard, keep_running
-from headrace.actors.runtime.interrupts import Interrupts
-from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.runtime import (
+from headrace.actors.runtime.actors.call_guard import guard, keep_running
+from headrace.actors.runtime.actors.interrupts import Interrupts
+from headrace.actors.runtime.actors.operations import ABSENCE
+from headrace.actors.runtime.actors.runtime import (
     RayRuntime,
     Runtime,
     check_ray_folder,
@@ -71,10 +69,12 @@ from headrace.actors.runtime.runtime import (
     start_local_ray,
     stop_local_ray,
 )
+from headrace.actors.runtime.pools.config import SandboxKind
+from headrace.actors.runtime.pools.providers import check_provider, refuse_absent_images
+from headrace.actors.runtime.simulated.tasks import simulated_tasks
 from headrace.actors.services.clients import check_services, refuse_missing_services
 from headrace.actors.services.config import ServiceKind
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
-from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.buffer.core.source_names import id_in_run
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, absolute_paths, apply_override, read_recipe, resolve
-from headrace.actors.section import overlaid
+from headrace.actors.runtime.recipe_section import overlaid
 
 SET = "--set"
 DEFAULT = "default"

@@ -28,8 +28,6 @@ from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.observer.actor import NOT_SENT, Observer
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.absences import OF_ACTORS, Absences
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.disk_space import WAITING, full_folders, missing_space
@@ -44,17 +42,19 @@ from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import RunConfig, slime_terms
 from headrace.actors.run.supervision import SupervisedActors, or_none
-from headrace.actors.runtime.guarded_actors import GuardedActors
-from headrace.actors.runtime.nodes import Role
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import Resources, Runtime
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.guarded_actors import GuardedActors
+from headrace.actors.runtime.actors.nodes import Role
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import Resources, Runtime
+from headrace.actors.runtime.pools.gateway import GatewayActor
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.version import RUNNING
 from headrace.actors.traces.limit import keep_spans, make_room
 from headrace.actors.traces.store import FOLDER
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
-from headrace.actors.version import RUNNING
 from headrace.buffer.tasks.task import Task
 from headrace.policies.engine import PauseMode
 from headrace.policies.learners.config import LearnerConfig, row_limits

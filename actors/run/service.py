@@ -39,10 +39,10 @@ from headrace.actors.run.supervision import (
     or_none,
     readiness_of,
 )
-from headrace.actors.runtime.call_guard import AwakeClock, keep_running
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.recording import record
-from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.recording import record
+from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight

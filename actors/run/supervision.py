@@ -20,16 +20,16 @@ from headrace.actors.engine_group.gate import stats_of
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.metrics import MetricsWriter, ServicesMetric, StationMeans, StationsMetric
 from headrace.actors.record.files.utilisation import SERVICE, Station, StationLoad, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
-from headrace.actors.runtime.call_guard import AwakeClock
-from headrace.actors.runtime.recording import record
-from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.runtime.actors.call_guard import AwakeClock
+from headrace.actors.runtime.actors.recording import record
+from headrace.actors.runtime.actors.runtime import Runtime
+from headrace.actors.runtime.pools.gateway import GatewayActor
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.services.figures import FiguresSum, ServiceFigures
 from headrace.actors.training.learner import ENDING_STAGES, LearnerLoop, LearnerStatus, Stage
 from headrace.actors.training.replay import Replay, parked_line

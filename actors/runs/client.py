@@ -21,10 +21,10 @@ from headrace.actors.runs.contract import ACTOR_NAME, LogPage, NodeDrained, Node
 from headrace.actors.runs.layout import ClusterTerms
 from headrace.actors.runs.records import RAY_USER, Recipe, RunEvent, RunId, RunRecord, Submission
 from headrace.actors.runs.runs import Runs
-from headrace.actors.runtime.nodes import NAMESPACE, Role
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.version import RUNNING
+from headrace.actors.runtime.actors.nodes import NAMESPACE, Role
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.version import RUNNING
 
 T = TypeVar("T")
 

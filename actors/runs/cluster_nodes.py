@@ -23,9 +23,9 @@ from headrace.actors.run.service import Service
 from headrace.actors.runs.contract import LEAVE_S, NodeDrained, NodeStatus
 from headrace.actors.runs.layout import ClusterTerms
 from headrace.actors.runs.records import ActualState, RunRecord
-from headrace.actors.runtime.nodes import NAMESPACE, NodeAgent, NodeReport, agent_name
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime, Resources, namespace_of
+from headrace.actors.runtime.actors.nodes import NAMESPACE, NodeAgent, NodeReport, agent_name
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, namespace_of
 
 START_S: Final = 60.0
 """Time limit for an agent to start: its process imports Ray and headrace."""

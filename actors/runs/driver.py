@@ -38,11 +38,11 @@ from headrace.actors.run.service import Service
 from headrace.actors.runs.layout import TO_RESTORE
 from headrace.actors.runs.records import ActualState
 from headrace.actors.runs.sweep import sweep_run
-from headrace.actors.runtime.call_guard import keep_running
-from headrace.actors.runtime.nodes import Process, Role, kill_here, this_process
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime, namespace_of
-from headrace.actors.version import RUNNING
+from headrace.actors.runtime.actors.call_guard import keep_running
+from headrace.actors.runtime.actors.nodes import Process, Role, kill_here, this_process
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime, namespace_of
+from headrace.actors.runtime.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
 

@@ -21,7 +21,7 @@ from headrace.actors.record.copies.copies import NodeCopies
 from headrace.actors.record.copies.pages import Held
 from headrace.actors.record.files.node_copies import NODE_DIGITS, NODES
 from headrace.actors.runs.records import RunId
-from headrace.actors.runtime.nodes import AGENT_TIMEOUT_S, NodeAgent
+from headrace.actors.runtime.actors.nodes import AGENT_TIMEOUT_S, NodeAgent
 
 EVERY_S: Final = 2.0
 """Interval between two passes of a node."""

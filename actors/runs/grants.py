@@ -27,11 +27,11 @@ from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.evaluation.plugins import EVALUATORS
 from headrace.actors.loop.judge import RULES
 from headrace.actors.mix.section import KEY
-from headrace.actors.places.providers import PROVIDERS
 from headrace.actors.run.config import SECRET, RunConfig, named_values
 from headrace.actors.runs.quotas import Quota, Quotas
 from headrace.actors.runs.records import Caller
 from headrace.actors.runs.table import NAME
+from headrace.actors.runtime.pools.providers import PROVIDERS
 from headrace.actors.services.registry import SERVICES
 from headrace.buffer.primitives.registry import Registry
 from headrace.buffer.tasks.task import Task

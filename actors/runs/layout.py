@@ -28,8 +28,8 @@ from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.records import Build, Demands, Recipe, Submission
-from headrace.actors.runtime.nodes import Bundle, Role
-from headrace.actors.version import RUNNING
+from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.tracing.retention import RetentionConfig

@@ -34,8 +34,8 @@ from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.runs.quotas import Quotas, load_quotas
 from headrace.actors.runs.records import ActualState, Caller, RunId, RunRecord
 from headrace.actors.runs.table import RunsTable
-from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import RayRuntime, namespace_of
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.actors.runtime import RayRuntime, namespace_of
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall, Weights
 from headrace.buffer.tasks.task import load_tasks

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from headrace.actors.errors import ConfigError, QuotaExceeded
 from headrace.actors.runs.records import ActualState, Demands, RunId, RunRecord
 from headrace.actors.runs.table import NAME
-from headrace.actors.section import Section
+from headrace.actors.runtime.recipe_section import Section
 
 
 def _absolute(path: Path) -> Path:

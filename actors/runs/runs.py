@@ -59,9 +59,9 @@ from headrace.actors.runs.records import (
 )
 from headrace.actors.runs.sweep import sweep_unowned
 from headrace.actors.runs.table import RunsTable
-from headrace.actors.runtime.operations import ABSENCE
-from headrace.actors.runtime.runtime import BeginsUnasked, end_actor
-from headrace.actors.version import RUNNING, installed
+from headrace.actors.runtime.actors.operations import ABSENCE
+from headrace.actors.runtime.actors.runtime import BeginsUnasked, end_actor
+from headrace.actors.runtime.version import RUNNING, installed
 from headrace.buffer.primitives.durable_files import replace_file
 
 TEND_S: Final = 2.0

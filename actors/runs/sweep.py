@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from headrace.actors.runtime.nodes import NAMESPACE
-from headrace.actors.runtime.runtime import namespace_of
+from headrace.actors.runtime.actors.nodes import NAMESPACE
+from headrace.actors.runtime.actors.runtime import namespace_of
 
 OF_A_RUN: Final = re.compile(rf"{NAMESPACE}-([0-9a-f]{{32}})")
 

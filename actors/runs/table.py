@@ -41,7 +41,7 @@ from headrace.actors.runs.records import (
     Submission,
     run_record,
 )
-from headrace.actors.runtime.nodes import TABLE_FILE
+from headrace.actors.runtime.actors.nodes import TABLE_FILE
 from headrace.buffer.errors import LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.primitives.database import connect, transaction

@@ -1,1 +1,1 @@
-"""Runtime of actors: spawning, calling, retrying and supervising them, with Ray or in one process."""
+"""What actors run on: Ray or one process, pools of sandboxes, and simulated parts."""

@@ -16,7 +16,7 @@ from typing import Final, Self
 import aiohttp
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.services.calls import ServiceCalls
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.corpus import CorpusRefused, read_passages

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.actors.errors import ActorError, RunError, first_cause
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.run.config import RunConfig
@@ -37,10 +36,11 @@ from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import run_guarded
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.simulated.durations import DurationsConfig
-from headrace.actors.simulated.engines import SimulatedEngineGroup
-from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.actors.runtime.simulated.durations import DurationsConfig
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served
 from headrace.actors.simulation.faulty_environment import FaultyLoop, NetworkModel, WallClock
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.nodes import Bundle, Process
-from headrace.actors.runtime.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
+from headrace.actors.runtime.actors.nodes import Bundle, Process
+from headrace.actors.runtime.actors.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
 from headrace.actors.simulation.ordered_tasks import NumberedTask
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 

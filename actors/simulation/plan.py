@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
-from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.pacing import PacingConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run.config import explain
-from headrace.actors.simulated.durations import Durations, DurationsConfig
-from headrace.actors.simulated.tasks import simulated_tasks, task_name
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
+from headrace.actors.runtime.simulated.tasks import simulated_tasks, task_name
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind, refuse_names

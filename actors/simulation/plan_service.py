@@ -18,7 +18,7 @@ from headrace.actors.run.config import RunConfig, resolve
 from headrace.actors.run.launch import lay_out
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.buffer.primitives.slowdowns import SlowKind
 

@@ -19,8 +19,8 @@ import orjson
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.record.files.metrics import MetricsLog
-from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.runtime import InlineRuntime
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.simulation.plan import MINUTE_S, Mode, SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.run_statistics import RunStatistics, history_digest, read_statistics

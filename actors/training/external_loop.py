@@ -19,7 +19,7 @@ import orjson
 
 from headrace.actors.errors import ActorError
 from headrace.actors.record.files.absences import Absences
-from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.runtime.actors.runtime import end_actor
 from headrace.actors.training.external_learner import ExternalLearner, TrainerOrder
 from headrace.actors.training.learner import LearnerLoop, LearnerStatus, Stage, TrainingEnd
 from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall

@@ -38,11 +38,11 @@ from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.logprob_drift import mismatch_alarm
 from headrace.actors.record.files.metrics import SourceStep, StepMetric
-from headrace.actors.runtime.nodes import this_node
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.recording import record
-from headrace.actors.runtime.runtime import end_actor
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.nodes import this_node
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.recording import record
+from headrace.actors.runtime.actors.runtime import end_actor
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens

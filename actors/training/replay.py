@@ -23,7 +23,7 @@ from headrace.actors.errors import TasksParked
 from headrace.actors.record.files.metrics import UNRECORDED, MetricsLog, RecordsMetrics, RolloutPhasesMetric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.storage.ledger_copies import LedgerCopies
-from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.runtime.actors.runtime import end_actor
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.replay import BufferStatus
 from headrace.buffer.core.source_names import source_name

@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from headrace.actors.errors import ConfigError, RunStalled, TasksParked
-from headrace.actors.simulated.durations import Durations
-from headrace.actors.simulated.tasks import is_solved
+from headrace.actors.runtime.simulated.durations import Durations
+from headrace.actors.runtime.simulated.tasks import is_solved
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate

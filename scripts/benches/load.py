@@ -20,10 +20,10 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.process_tree import cpu_s, memory_bytes
-from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
-from headrace.actors.simulated.durations import DurationsConfig
-from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.actors.runtime.actors.process_tree import cpu_s, memory_bytes
+from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.simulated.durations import DurationsConfig
+from headrace.actors.runtime.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence

@@ -33,7 +33,7 @@ from headrace.actors.record.files.metrics import last_metric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
-from headrace.actors.runtime.process_tree import FOLDER_KEY, largest_gaps
+from headrace.actors.runtime.actors.process_tree import FOLDER_KEY, largest_gaps
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.ledger import bring_up_to_date
@@ -62,7 +62,7 @@ LIMITS: Final = {"resume_s": 20.0, "restart_block_max_s": 2.0, "checkpoint_stall
 MOST_RATIO: Final = 2.0
 _RAY_START = (
     "import sys, time; from pathlib import Path; "
-    "from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray; "
+    "from headrace.actors.runtime.actors.runtime import start_local_ray, stop_local_ray; "
     "began = time.monotonic(); start_local_ray(sys.argv[1], object_store_bytes=128 << 20); "
     "took = time.monotonic() - began; stop_local_ray(); print(took)"
 )

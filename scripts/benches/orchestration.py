@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.config import SandboxKind, SandboxSection
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.runtime.process_tree import cpu_s
-from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.actors.process_tree import cpu_s
+from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.exit_stack import AsyncExitStack

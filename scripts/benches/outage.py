@@ -36,9 +36,9 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify

@@ -21,14 +21,14 @@ from typing import Any, Final
 
 import psutil
 
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.metrics import each_metric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 

@@ -27,9 +27,9 @@ from headrace.actors.run.exit_codes import exit_code_of_run
 from headrace.actors.run.launch import drive, reopen
 from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 
 
 async def answer(service: Service, answers: BinaryIO) -> None:

@@ -17,16 +17,16 @@ from headrace.actors.agents.agent import Agent
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.config import SandboxSection
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.places.leases import SandboxConnections
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.runtime.pools.config import SandboxSection
+from headrace.actors.runtime.pools.gateway import GatewayActor
+from headrace.actors.runtime.pools.leases import SandboxConnections
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.traces.store import SpanFolder
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence

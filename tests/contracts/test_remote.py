@@ -19,9 +19,9 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSection
-from headrace.actors.places.providers import refuse_absent_images
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
+from headrace.actors.runtime.pools.config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.runtime.pools.providers import refuse_absent_images
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import HostPort, ImageRef, Sandbox, SandboxId, SandboxRef, SandboxSpec

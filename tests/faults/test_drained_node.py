@@ -17,12 +17,12 @@ from headrace.actors.agents.agent import AgentReport
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.cluster.node_drain import leave_node
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.config import SandboxKind, SandboxSection
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.runtime import InlineRuntime
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId

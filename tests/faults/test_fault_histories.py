@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
 from headrace.actors.rollouts.dispatcher import Dispatcher
-from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
 from headrace.actors.simulation.plan import SimulationPlan

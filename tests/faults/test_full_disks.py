@@ -24,7 +24,7 @@ from headrace.actors.run.overlays import load_layered
 from headrace.actors.run.service import Service
 from headrace.actors.runs.driver import RunDriver, Wishes
 from headrace.actors.runs.records import ActualState
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.buffer.audit.verify import verify
 from support import run_rig as rig
 

@@ -20,9 +20,9 @@ import pytest_asyncio
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import ActorLost
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import GROUP_PHASES, Phase, Step
 from headrace.serve.gateway.http.client import GatewayClient

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.operations import until_back
 from headrace.buffer.audit.verify import verify
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from support import rank_rig as rig

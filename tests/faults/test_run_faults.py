@@ -18,9 +18,9 @@ import pytest
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import drain_on_interrupt, run_guarded
-from headrace.actors.runtime.interrupts import Interrupts
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.interrupts import Interrupts
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.traces.store import SpanFolder
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.audit.verify import verify

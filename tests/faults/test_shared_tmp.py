@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.places.config import SandboxSection
-from headrace.actors.places.providers import start_provider
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.runtime.pools.config import SandboxSection
+from headrace.actors.runtime.pools.providers import start_provider
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.host.leftovers import run_label
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner

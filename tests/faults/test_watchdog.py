@@ -14,7 +14,7 @@ from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from support import run_rig as rig

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from support import run_rig as rig
 
 pytestmark = [

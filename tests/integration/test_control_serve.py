@@ -21,8 +21,8 @@ from headrace.actors.control.client import ControlClient
 from headrace.actors.errors import RunsMissing
 from headrace.actors.runs.contract import ACTOR_NAME
 from headrace.actors.runs.records import ActualState, RunEvent
-from headrace.actors.runtime.nodes import NAMESPACE
-from headrace.actors.runtime.runtime import ActorProxy, Host
+from headrace.actors.runtime.actors.nodes import NAMESPACE
+from headrace.actors.runtime.actors.runtime import ActorProxy, Host
 from support.control_rig import malformed, write_keys
 from support.observer_rig import simulated_run
 from support.runs_without_services import RECIPE, RunsWithoutServices

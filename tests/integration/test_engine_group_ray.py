@@ -18,9 +18,9 @@ from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.runtime.nodes import this_node
-from headrace.actors.runtime.runtime import RayRuntime, node_address
+from headrace.actors.runtime.actors.nodes import this_node
+from headrace.actors.runtime.actors.runtime import RayRuntime, node_address
+from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.policies.push.contract import PushConfig
 from support import group_rig as kit
 

@@ -12,11 +12,11 @@ import pytest
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.evaluation.history import prepare
 from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest, Source, SpokenPart, Verdict
-from headrace.actors.places.config import SandboxSection
-from headrace.actors.places.leases import SandboxConnections
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.runtime.pools.config import SandboxSection
+from headrace.actors.runtime.pools.leases import SandboxConnections
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task
 from headrace.buffer.trajectories.types import Cause

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from headrace.actors.engine_group.gate import call_gateway
-from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.serve.gateway.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.http.client import GatewayClient
 from headrace.serve.gateway.http.config import GatewayConfig

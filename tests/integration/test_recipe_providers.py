@@ -14,13 +14,13 @@ import torch
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.evaluation.verdict import EvaluationRequest
-from headrace.actors.places.config import SandboxKind, SandboxSection
-from headrace.actors.places.leases import SandboxConnections
-from headrace.actors.places.providers import check_provider
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import check_objective
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.pools.leases import SandboxConnections
+from headrace.actors.runtime.pools.providers import check_provider
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 from headrace.policies.learners.config import LearnerConfig

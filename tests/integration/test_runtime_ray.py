@@ -18,9 +18,9 @@ import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.record.files.logs import LogTerms
-from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import BeginsUnasked, RayRuntime, _unless_forgotten
+from headrace.actors.runtime.actors.call_guard import guard
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, _unless_forgotten
 from headrace.serve.tracing.retention import RetentionConfig
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -322,7 +322,7 @@ async def test_a_call_to_an_actor_whose_background_task_failed_is_lost_and_not_a
 
 
 async def test_a_guard_kills_a_hung_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.actors.runtime.call_guard.GUARD_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.actors.call_guard.GUARD_S", 0.1)
     runtime = Asking("guarded-")
     counter = await runtime.spawn(Counter, 7, name="counter")
     before = await counter.pid()
@@ -340,7 +340,7 @@ async def test_a_guard_kills_a_hung_actor(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_a_call_that_its_actor_does_not_know_is_reported_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.actors.runtime.WATCH_S", 0.1)
     runtime = RayRuntime("forgotten-")
     counter, other = await runtime.spawn(Counter, 0, name="counter"), await runtime.spawn(Counter, 0, name="other")
     running = ray.get_actor("forgotten-counter").call.remote("the call", "wait_for_ever", (), {})
@@ -355,7 +355,7 @@ async def test_a_call_that_its_actor_does_not_know_is_reported_as_lost(monkeypat
 async def test_a_long_call_is_awaited_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.actors.runtime.WATCH_S", 0.1)
     runtime = RayRuntime("lasting-")
     counter = await runtime.spawn(Counter, 0, name="counter")
     handle, asked, asked_often = ray.get_actor("lasting-counter"), itertools.count(), asyncio.Event()
@@ -407,7 +407,7 @@ def test_a_client_without_the_token_cannot_join() -> None:
 
 def test_an_already_imported_ray_is_refused(tmp_path: Path) -> None:
     code = (
-        "import ray, sys; from pathlib import Path; from headrace.actors.runtime.runtime import start_local_ray; "
+        "import ray, sys; from pathlib import Path; from headrace.actors.runtime.actors.runtime import start_local_ray; "
         "start_local_ray(sys.argv[1], object_store_bytes=128 << 20)"
     )
     embedding = subprocess.run(

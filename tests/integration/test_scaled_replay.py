@@ -14,8 +14,8 @@ from benches.scaled_replay import compare
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime
-from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.plan_service import prepare_plan, scaled
 from headrace.buffer.tasks.task import load_tasks

@@ -12,13 +12,13 @@ import pytest
 from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.config import SandboxSection
-from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts, WorkerStations
+from headrace.actors.runtime.pools.config import SandboxSection
+from headrace.actors.runtime.pools.gateway import GatewayActor
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig

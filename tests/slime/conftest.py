@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def slime_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A local Ray with one logical GPU for each rank, whose processes replace what slime lacks on a CPU."""
-    from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray
+    from headrace.actors.runtime.actors.runtime import start_local_ray, stop_local_ray
 
     start_local_ray(
         "tests",

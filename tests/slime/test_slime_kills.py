@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.operations import until_back
 from headrace.buffer.audit.verify import verify
 from support import slime_rig as rig
 from support.rank_rig import run_on, stepped

@@ -10,7 +10,7 @@ import pytest
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.buffer.audit.verify import verify
 from support import slime_rig as rig
 

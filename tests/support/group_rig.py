@@ -17,8 +17,8 @@ import aiohttp
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.processes.engine_keys import EngineKeyFiles

@@ -12,7 +12,7 @@ from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import load_task_sets
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import plan_config
 from headrace.actors.simulation.virtual_time import run_virtual

@@ -20,9 +20,9 @@ import psutil
 from headrace.actors.errors import ActorError
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig, TrainingEnd
 from headrace.actors.training.rank_group import RankGroup
 from headrace.actors.training.replay import Replay

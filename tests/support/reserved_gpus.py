@@ -11,8 +11,8 @@ import os
 import sys
 
 from headrace.actors.engine_group.devices import visible_devices
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import RayRuntime, Resources, offered_gpus, start_local_ray, stop_local_ray
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, offered_gpus, start_local_ray, stop_local_ray
 
 GPUS = {"learner": 1, "engines": 3, "replay": 0}
 """What a learner on cuda, an engine group with an engine of two devices and an NCCL sender, and others reserve."""

@@ -18,7 +18,7 @@ from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, write_summary
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary
-from headrace.actors.runtime.runtime import RayRuntime
+from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.linux import syscalls

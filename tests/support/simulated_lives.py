@@ -18,7 +18,7 @@ from typing import Final
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.storage.restore import link_checkpoints
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig

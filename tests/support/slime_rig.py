@@ -22,11 +22,11 @@ import numpy as np
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import ActorError
-from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.runtime.runtime import RayRuntime
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.actors.runtime import RayRuntime
+from headrace.actors.runtime.pools.gateway import GatewayActor
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.actors.errors import StartFailed
 from headrace.actors.record.files.absences import OF_ACTORS, OF_THE_DRIVER, Absences, read_absences
-from headrace.actors.runtime.guarded_actors import GuardedActors
-from headrace.actors.runtime.nodes import Bundle, Role
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.guarded_actors import GuardedActors
+from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.actors.runtime import InlineRuntime
 
 if TYPE_CHECKING:
     import pytest

@@ -23,7 +23,7 @@ from headrace.actors.record.files.logs import (
     LogFile,
     Redaction,
 )
-from headrace.actors.runtime.batching import Batcher
+from headrace.actors.runtime.actors.batching import Batcher
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 from headrace.serve.tracing.retention import RetentionConfig, kept_files, older_files
 from headrace.serve.tracing.tracing import trace_id_for

@@ -17,7 +17,7 @@ from headrace.actors.record.files.run_directory import RunDirectory, read_config
 from headrace.actors.run.changes import ChangedKey
 from headrace.actors.run.launch import RunRequest, change, prepare
 from headrace.actors.run.report import RunReport, report_of
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints, read_manifest

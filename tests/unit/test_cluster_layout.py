@@ -16,7 +16,7 @@ from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import TO_RESTORE, ClusterTerms, build_of, config_of, create_run, recovered
 from headrace.actors.runs.quotas import Quotas
 from headrace.actors.runs.records import RAY_USER, Submission
-from headrace.actors.runtime.nodes import Role
+from headrace.actors.runtime.actors.nodes import Role
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 RECIPE: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from headrace.actors.errors import (
 )
 from headrace.actors.runs.quotas import Quota, Quotas
 from headrace.actors.runs.records import RAY_USER, ActualState, RunEvent
-from headrace.actors.runtime import event_stream
+from headrace.actors.runtime.actors import event_stream
 from support.control_rig import ControlRig
 from support.cutting_proxy import cutting_proxy
 from support.runs_without_services import RECIPE, serving

@@ -12,7 +12,7 @@ import pytest
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.members_file import Roster, read_roster
 from headrace.actors.engine_group.requests import EngineRequest, RequestBox
-from headrace.actors.places.gateway import read_address
+from headrace.actors.runtime.pools.gateway import read_address
 from headrace.buffer.primitives.durable_files import (
     append_line,
     create_file,

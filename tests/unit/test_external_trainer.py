@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training import external_loop as external_module
 from headrace.actors.training.external_loop import ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoopConfig, Stage

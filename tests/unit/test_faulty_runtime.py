@@ -10,8 +10,8 @@ from typing import Self
 import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.runtime import end_actor
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.runtime import end_actor
 from headrace.actors.simulation.faulty_runtime import NO_FAULTS, CallFaults, FaultyRuntime
 from headrace.actors.simulation.virtual_time import run_virtual
 

@@ -18,7 +18,7 @@ from headrace.actors.record.files.node_copies import folders_of_nodes
 from headrace.actors.record.files.running import FOLDER, RunningFile, read_running, write_running
 from headrace.actors.runs.file_collection import FileCollection
 from headrace.actors.runs.records import RunId
-from headrace.actors.runtime.nodes import TABLE_FILE, NodeAgent
+from headrace.actors.runtime.actors.nodes import TABLE_FILE, NodeAgent
 from headrace.actors.traces.store import SpanFolder
 from headrace.serve.tracing.attempts import working_for
 from headrace.serve.tracing.retention import RetentionConfig

@@ -18,7 +18,7 @@ from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import ClusterTerms, config_of, create_run
 from headrace.actors.runs.quotas import Quota, Quotas, load_quotas
 from headrace.actors.runs.records import Caller, Role, Submission
-from headrace.actors.section import overlaid
+from headrace.actors.runtime.recipe_section import overlaid
 from headrace.policies.miniatures.names import cache_folder
 
 BASE: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations
-from headrace.actors.runtime.call_guard import AwakeClock, guard
-from headrace.actors.runtime.operations import ABSENCE
+from headrace.actors.runtime.actors.call_guard import AwakeClock, guard
+from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop, run_virtual
 
 HANG_S = 60.0

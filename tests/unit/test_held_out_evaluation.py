@@ -14,8 +14,6 @@ from benches.orchestration import immediate_parts, prepare_directory, without_sp
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.config import SandboxKind, SandboxSection
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import answer_id, read_answers
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
@@ -24,7 +22,9 @@ from headrace.actors.rollouts.records import EvaluationRecords, RolloutStore
 from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.runtime import InlineRuntime
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig

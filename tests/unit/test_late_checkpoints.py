@@ -11,7 +11,7 @@ import pytest
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.resume import ResumePreparation
-from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.resume_report import resume_report

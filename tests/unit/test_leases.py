@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.places import leases as leases_module
-from headrace.actors.places.config import SandboxKind, SandboxSection
-from headrace.actors.places.leases import Leases
-from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.runtime.pools import leases as leases_module
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
+from headrace.actors.runtime.pools.leases import Leases
+from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest

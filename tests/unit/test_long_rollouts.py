@@ -12,7 +12,7 @@ from headrace.actors.run.parts import supervised_actors
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.stall_detector import StallDetector
 from headrace.actors.run.supervision import snapshot_of
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual

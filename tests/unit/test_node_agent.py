@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.runtime.nodes import TABLE_FILE, NodeAgent
+from headrace.actors.runtime.actors.nodes import TABLE_FILE, NodeAgent
 
 RUNS = ["1" * 32, "2" * 32]
 

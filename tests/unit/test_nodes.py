@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from headrace.actors.runtime.nodes import Process, kill_here, started
+from headrace.actors.runtime.actors.nodes import Process, kill_here, started
 from headrace.serve.gateway.capture.coverage import Coverage
 from headrace.serve.gateway.http.gateway import GatewayStats
 

@@ -8,8 +8,8 @@ import logging
 import re
 
 from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
-from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.runtime.actors.runtime import InlineRuntime
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from headrace.actors.record.files.utilisation import Station
 from headrace.actors.rollouts.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
-from headrace.actors.runtime.runtime import InlineRuntime
-from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.runtime.actors.runtime import InlineRuntime
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual

@@ -11,8 +11,8 @@ from headrace.actors.errors import RunRefused
 from headrace.actors.runs import runs as runs_module
 from headrace.actors.runs.layout import ClusterTerms
 from headrace.actors.runs.runs import Runs
-from headrace.actors.runtime.runtime import ENDING
-from headrace.actors.version import RUNNING, installed
+from headrace.actors.runtime.actors.runtime import ENDING
+from headrace.actors.runtime.version import RUNNING, installed
 
 
 @pytest.fixture

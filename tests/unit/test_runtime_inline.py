@@ -10,8 +10,8 @@ from typing import ClassVar, Self
 import pytest
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
-from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.operations import (
+from headrace.actors.runtime.actors.batching import Batcher
+from headrace.actors.runtime.actors.operations import (
     ABSENCE,
     NO_ATTEMPTS,
     Attempts,
@@ -20,7 +20,7 @@ from headrace.actors.runtime.operations import (
     Results,
     until_back,
 )
-from headrace.actors.runtime.runtime import Host, InlineRuntime, require_async
+from headrace.actors.runtime.actors.runtime import Host, InlineRuntime, require_async
 
 
 class Opened:

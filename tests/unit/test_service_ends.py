@@ -19,7 +19,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare, reopen
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.training.replay import refuse_all_parked
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore

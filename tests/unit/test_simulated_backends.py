@@ -18,10 +18,10 @@ from headrace.actors.evaluation.evaluator import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
 from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
-from headrace.actors.simulated import engines
-from headrace.actors.simulated.durations import Durations, DurationsConfig
-from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
-from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.actors.runtime.simulated import engines
+from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
+from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup
+from headrace.actors.runtime.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.trajectories.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.trajectories.versions import PolicyVersion

@@ -18,9 +18,9 @@ from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import supervised_actors
 from headrace.actors.run.service import Service
 from headrace.actors.run.supervision import RECORD_S, StatusSnapshot, Supervision
-from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.runtime.actors.runtime import InlineRuntime
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.services.figures import ServiceFigures
-from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from headrace.actors.cli import app as cli
-from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.simulated.durations import Durations, DurationsConfig
+from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.slowness.survival import Lognormal, SurvivalCurve
 from headrace.actors.tuning.duration_fit import fit
 from headrace.actors.tuning.mixed_model import fit_mixed

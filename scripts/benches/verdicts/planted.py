@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from headrace.actors.simulated.tasks import task_name
+from headrace.actors.runtime.simulated.tasks import task_name
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.buffer.trajectories.breakdown import BOOT, ENGINE_DECODE, EVALUATE_CHECK, GATE, QUEUE, TOOL
 

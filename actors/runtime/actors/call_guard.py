@@ -18,8 +18,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.files.absences import Absences
-from headrace.actors.runtime.operations import ABSENCE, until_back
-from headrace.actors.runtime.runtime import Runtime
+from headrace.actors.runtime.actors.operations import ABSENCE, until_back
+from headrace.actors.runtime.actors.runtime import Runtime
 
 R = TypeVar("R")
 

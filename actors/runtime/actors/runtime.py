@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
 from headrace.actors.record.files.logs import LogTerms, begin_logs
-from headrace.actors.runtime.nodes import (
+from headrace.actors.runtime.actors.nodes import (
     AGENT_TIMEOUT_S,
     NAMESPACE,
     NODE_LABEL,
@@ -49,8 +49,8 @@ from headrace.actors.runtime.nodes import (
     started,
     this_process,
 )
-from headrace.actors.runtime.operations import ABSENCE, until_back
-from headrace.actors.runtime.process_tree import begin_ticking
+from headrace.actors.runtime.actors.operations import ABSENCE, until_back
+from headrace.actors.runtime.actors.process_tree import begin_ticking
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.host.private_folders import temporary_folder
 

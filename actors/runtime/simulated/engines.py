@@ -22,9 +22,9 @@ from opentelemetry.context import Context
 from headrace.actors.errors import ActorGone
 from headrace.actors.record.files.metrics import UNRECORDED, MetricsWriter, SimulatedPushMetric
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.runtime.operations import until_back
-from headrace.actors.runtime.recording import record
-from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.recording import record
+from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -33,7 +33,7 @@ from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngi
 from headrace.serve.tracing import span_names as names
 
 logger = logging.getLogger(__name__)
-tracer = trace.get_tracer("headrace.actors.simulated.engines")
+tracer = trace.get_tracer("headrace.actors.runtime.simulated.engines")
 
 WATCH_S: Final = 10.0
 """Maximum duration of one long-polling call."""

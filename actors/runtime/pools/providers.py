@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
+from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace.actors.section import Section
+from headrace.actors.runtime.recipe_section import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from headrace.actors.errors import ActorGone
 from headrace.actors.record.files.metrics import Metric, MetricsWriter, line_of
-from headrace.actors.runtime.operations import until_back
+from headrace.actors.runtime.actors.operations import until_back
 
 
 async def record(writer: MetricsWriter, *records: Metric, deadline_s: float | None = None) -> None:

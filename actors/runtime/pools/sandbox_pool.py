@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from headrace.actors.places.config import SandboxSection
-from headrace.actors.places.providers import start_hosts
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
-from headrace.actors.runtime.operations import NO_ATTEMPTS, Attempts, Operations, Results
-from headrace.actors.runtime.resources import ResourceOwner
+from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, Operations, Results
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.pools.config import SandboxSection
+from headrace.actors.runtime.pools.providers import start_hosts
 from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider

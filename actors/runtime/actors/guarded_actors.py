@@ -15,10 +15,10 @@ from typing import Any, NoReturn, TypeVar
 
 from headrace.actors.errors import first_cause
 from headrace.actors.record.files.absences import Absences
-from headrace.actors.runtime.call_guard import guard
-from headrace.actors.runtime.nodes import Bundle, Process, this_process
-from headrace.actors.runtime.resources import ResourceOwner
-from headrace.actors.runtime.runtime import PLAIN, Resources, Runtime
+from headrace.actors.runtime.actors.call_guard import guard
+from headrace.actors.runtime.actors.nodes import Bundle, Process, this_process
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.actors.runtime import PLAIN, Resources, Runtime
 
 R = TypeVar("R")
 

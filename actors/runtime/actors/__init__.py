@@ -1,0 +1,1 @@
+"""Runtime of actors: spawning, calling, retrying and supervising them, with Ray or in one process."""
