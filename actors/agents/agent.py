@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from headrace.actors.chat import Chat
 from headrace.actors.evaluation.rewards import Judgement
 from headrace.actors.evaluation.verdict import EpisodeRecord
+from headrace.actors.services.chat import Chat
 from headrace.actors.services.service import NO_SERVICES, Services
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import HostFolder, Sandbox

@@ -18,9 +18,9 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.chat import ChatContextExceeded, ChatMessage
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.tasks import is_solved
+from headrace.actors.services.chat import ChatContextExceeded, ChatMessage
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict, Task
 from headrace.policies.errors import EngineUnavailable

@@ -18,8 +18,8 @@ from typing import Final, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.environments.environment import BASH, DONE, RUN, Action, Observation, ObservationPart, PartKind
+from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox

@@ -15,8 +15,8 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Final, Protocol, TypeAlias
 
-from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.actors.services.service import Services
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox

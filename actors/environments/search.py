@@ -12,7 +12,6 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.environments.environment import (
     ANSWER,
     SEARCH,
@@ -24,6 +23,7 @@ from headrace.actors.environments.environment import (
     PartKind,
     observed,
 )
+from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.actors.services.service import Passage, Retriever, Services
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox

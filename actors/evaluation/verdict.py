@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Protocol, TypeVar
 
-from headrace.actors.chat import ChatCall
+from headrace.actors.services.chat import ChatCall
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.buffer.trajectories.types import SOLVED_REWARD, Cause, check_reward

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from headrace.actors.chat import ChatReply
 from headrace.actors.environments.environment import ANSWER, DONE, RESPOND, RUN, SEARCH, Action
+from headrace.actors.services.chat import ChatReply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from opentelemetry import trace
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.chat import ChatContextExceeded, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.environments.environment import (
     RUN,
     Environment,
@@ -34,7 +33,8 @@ from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.contexts import HeadAndTail, head_share
 from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
 from headrace.actors.record.files.parts import in_part
-from headrace.actors.templates import MarkedText, filled, filled_around
+from headrace.actors.services.chat import ChatContextExceeded, ChatMessage, ChatOptions, ChatReply
+from headrace.actors.services.templates import MarkedText, filled, filled_around
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import TOOL

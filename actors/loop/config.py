@@ -11,7 +11,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.loop.contexts import FULL, head_share
 from headrace.actors.loop.judge import JudgeConfig
-from headrace.actors.templates import check_names, filled
+from headrace.actors.services.templates import check_names, filled
 from headrace.buffer.tasks.task import Task
 
 _OPENING: Final = ("instruction", "given")

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from headrace.actors.chat import ChatMessage
+from headrace.actors.services.chat import ChatMessage
 
 Count: TypeAlias = Callable[[Sequence[ChatMessage]], Awaitable[int]]
 """Returns the number of tokens in the prompt of messages."""

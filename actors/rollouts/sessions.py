@@ -22,11 +22,11 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.agent import AgentSession
-from headrace.actors.chat import ChatClient, NoChat
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup
+from headrace.actors.services.chat import ChatClient, NoChat
 from headrace.buffer.trajectories.breakdown import GATE
 from headrace.buffer.trajectories.types import RolloutOrder, Row, Trajectory, VersionSpan
 from headrace.policies.engine import Completion

@@ -12,8 +12,8 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.services.calls import ServiceCalls, ServiceRefused, ServiceUnavailable, Usage
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import Passage
 
 OVERLOADED: Final = frozenset({429, 503})

@@ -8,9 +8,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import aiohttp
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.calls import ServiceCalls, ServiceRefused, ServiceUnavailable, Usage
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.http import HttpEndpoint, HttpHelperModel, HttpRetriever, HttpRewardServer
 from headrace.actors.services.service import Passage

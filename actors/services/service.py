@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
+from headrace.actors.services.chat import ChatMessage
 
 
 class ServiceDown(Exception):

@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.runtime.recipe_section import Section
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.rule_user import STOP, RuleUser
 from headrace.actors.services.service import HelperModel, ServiceDown, Services
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
 from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
-from headrace.actors.chat import NoChat
+from headrace.actors.services.chat import NoChat
 from headrace.buffer.tasks.repositories import Command, RepositorySpec
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor

@@ -13,9 +13,9 @@ import aiohttp
 import psutil
 import pytest
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.services import started as starting
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.started import read_started, resolved, running_services, stop_services

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason, marks_warnings
-from headrace.actors.chat import ChatClient, ChatMessage, ChatTool
 from headrace.actors.environments.environment import (
     Action,
     Clock,
@@ -28,6 +27,7 @@ from headrace.actors.evaluation.verdict import Source
 from headrace.actors.loop import agent as loop_agent
 from headrace.actors.loop.agent import NOT_RUN, LoopAgent
 from headrace.actors.loop.config import LoopConfig
+from headrace.actors.services.chat import ChatClient, ChatMessage, ChatTool
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.service import NO_SERVICES, ServiceDown, Services

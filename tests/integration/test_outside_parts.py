@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from headrace.actors.agent_kinds.config import AgentSection
 from headrace.actors.agent_kinds.registry import make_agent
-from headrace.actors.chat import ChatMessage, ChatReply
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.record.files.metrics import read_metrics
+from headrace.actors.services.chat import ChatMessage, ChatReply
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.datasets.converters import convert

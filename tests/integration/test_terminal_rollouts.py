@@ -9,8 +9,8 @@ import pytest
 from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.chat import PLAIN, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.services.chat import PLAIN, ChatMessage, ChatOptions, ChatReply
 from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, problems
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.environments.environment import Action, EpisodeEnd
 from headrace.actors.environments.retail.environment import RetailConfig, RetailEnvironment, RetailEpisode
 from headrace.actors.environments.retail.tools import TOOLS
 from headrace.actors.errors import ConfigError
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 from headrace.buffer.tasks.datasets.tau import KIND
 from headrace.buffer.tasks.parts import EnvironmentSpec

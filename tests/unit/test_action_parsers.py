@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.chat import ChatCall, ChatReply
 from headrace.actors.environments.environment import Action
 from headrace.actors.loop.action_parsers import PARSERS, Malformed, ParserKind
+from headrace.actors.services.chat import ChatCall, ChatReply
 
 
 def parsed(kind: ParserKind, text: str, *calls: ChatCall) -> Action | Malformed:

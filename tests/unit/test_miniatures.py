@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.loop.contexts import HeadAndTail, head_share, marker
+from headrace.actors.services.chat import ChatMessage
 from headrace.buffer.tasks.datasets.facts import VALUES, facts, questions, write_corpus
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.policies.miniatures import names

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.calls import FAILURES_TO_OPEN, LONGEST_OPEN_S, OPEN_S, ServiceCalls
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.clients import ServiceClients, refuse_silent_services
 from headrace.actors.services.config import PriceSection, RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.figures import service_time

@@ -14,7 +14,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from headrace.actors.chat import ChatCall
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import judge_prompt
 from headrace.actors.evaluation.by_service.scoring import check_service_evaluators, score_by_service
@@ -28,6 +27,7 @@ from headrace.actors.evaluation.verdict import (
     SpokenPart,
     Verdict,
 )
+from headrace.actors.services.chat import ChatCall
 from headrace.actors.services.clients import ServiceClients, refuse_silent_services
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.service import NO_SERVICES, ServiceDown

@@ -17,8 +17,8 @@ from aiohttp import web
 from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer
 from headrace.actors.environments.shell import ShellConfig
+from headrace.actors.services.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, problems
 from headrace.sandboxes.base import ExecResult
 from headrace.sandboxes.errors import ExecTimeout

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.chat import ChatCall, ChatMessage
 from headrace.actors.environments.environment import Observation, ObservationPart, PartKind
-from headrace.actors.templates import MarkedText, filled_around
+from headrace.actors.services.chat import ChatCall, ChatMessage
+from headrace.actors.services.templates import MarkedText, filled_around
 from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind, to_runs
 from headrace.buffer.trajectories.types import Row
 from headrace.policies.tokens.tokenizer import ChatTokenizer

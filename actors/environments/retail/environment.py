@@ -22,12 +22,12 @@ from typing import Any, Final, Self
 
 from pydantic import Field
 
-from headrace.actors.chat import ChatMessage, ChatTool
 from headrace.actors.environments.environment import RESPOND, Action, Clock, EpisodeEnd, Observation, observed
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, TRANSFER, call, load_tools
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.verdict import Verdict, failed, solved
+from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.actors.services.rule_user import STOP, normalised
 from headrace.actors.services.service import Services
 from headrace.actors.services.user_simulators import Goal, GoldAction, SimulatorConfig, UserSimulator, make_user

@@ -20,9 +20,9 @@ from typing import Any, Final, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from headrace.actors.chat import ChatTool
 from headrace.actors.environments.retail.database import Address, Order, PaymentMethod, Variant, View
 from headrace.actors.errors import ConfigError
+from headrace.actors.services.chat import ChatTool
 
 TRANSFER: Final = "transfer_to_human_agents"
 """The tool that ends an episode."""

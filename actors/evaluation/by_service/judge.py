@@ -12,7 +12,6 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Final
 
-from headrace.actors.chat import ChatMessage
 from headrace.actors.evaluation.by_service.votes import last_score, vote_seed
 from headrace.actors.evaluation.verdict import (
     EpisodeRecord,
@@ -23,8 +22,9 @@ from headrace.actors.evaluation.verdict import (
     printed,
     rewarded,
 )
+from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import HelperModel, ServiceDown
-from headrace.actors.templates import filled
+from headrace.actors.services.templates import filled
 from headrace.buffer.tasks.parts import JudgeSpec
 from headrace.buffer.trajectories.sanitizer import without_surrogates
 

@@ -22,7 +22,7 @@ from headrace.actors.services.clients import make_service, refuse_missing_servic
 from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.registry import METHODS, OutsideService
 from headrace.actors.services.service import Services
-from headrace.actors.templates import check_names
+from headrace.actors.services.templates import check_names
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import OF_SERVICES, EvaluatorKind, Task
 from headrace.buffer.trajectories.sanitizer import clean_text
