@@ -280,7 +280,7 @@ def status(
     key_file: KeyPath = None,
 ) -> None:
     """Show the state of runs (without --address or --url, it reads run directories only)."""
-    from headrace.actors.engine_group.members_file import read_roster
+    from headrace.actors.engines.members_file import read_roster
     from headrace.actors.errors import RunMissing
     from headrace.actors.record.files.run_state import RunState
     from headrace.actors.run.launch import reopen

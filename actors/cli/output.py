@@ -23,7 +23,7 @@ from headrace.serve.gateway.errors import ServeError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from headrace.actors.engine_group.members_file import EngineStatus
+    from headrace.actors.engines.members_file import EngineStatus
 
 EVERY_S = 5.0
 _PIPE_COLUMNS = 1000

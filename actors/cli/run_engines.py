@@ -38,7 +38,7 @@ def list_engines(
     key_file: KeyPath = None,
 ) -> None:
     """List the engines of a run: state, version, load (running+waiting), URL, and why an engine is not serving."""
-    from headrace.actors.engine_group.members_file import read_roster
+    from headrace.actors.engines.members_file import read_roster
 
     if (cluster := access(url, key_file, address, owner)) is not None:
         remote_runs.show_engines(cluster, str(run), json=json)
@@ -89,7 +89,7 @@ def remove_engine(
 
 
 def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float, json: Path | None) -> None:
-    from headrace.actors.engine_group.requests import ask_group
+    from headrace.actors.engines.requests import ask_group
     from headrace.actors.errors import RunMissing
 
     directory = _directory(run)

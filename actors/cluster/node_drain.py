@@ -18,7 +18,7 @@ from headrace.actors.rollouts.dispatcher import Dispatcher, RolloutsLeft
 from headrace.actors.runtime.actors.operations import until_back
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.engines.group import EngineGroup
     from headrace.actors.training.learner import LearnerLoop
 
 REST_S: Final = 90.0

@@ -27,7 +27,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.control.refusals import error_of
-from headrace.actors.engine_group.members_file import EngineStatus, engine_status
+from headrace.actors.engines.members_file import EngineStatus, engine_status
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
 from headrace.actors.runs.records import Recipe, RunEvent, RunRecord, run_event, run_record

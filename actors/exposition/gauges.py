@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engines.members_file import read_roster
 from headrace.actors.exposition import table
 from headrace.actors.exposition.counts import Counts
 from headrace.actors.exposition.ledger_counts import LedgerCounts

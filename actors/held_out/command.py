@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus
+from headrace.actors.engines.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.files.logs import LogTerms

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import orjson
 
-from headrace.actors.engine_group.members_file import Roster, read_roster
+from headrace.actors.engines.members_file import Roster, read_roster
 from headrace.actors.errors import RunMissing
 from headrace.actors.observer.computed import Computed, ComputedByKey, Reading
 from headrace.actors.observer.explained import Explained, RolloutInCohort, explained, time_of

@@ -21,7 +21,7 @@ from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.http.config import GatewaySection
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.actors.engines.config import EnginesConfig
     from headrace.actors.run.sections import ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
     from headrace.policies.learners.config import LearnerConfig

@@ -20,8 +20,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.actors.agent_kinds.config import AgentKind, AgentSection
 from headrace.actors.cluster.section import ClusterSection
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.registry import address
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.registry import address
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
 from headrace.actors.mix import section as sources

@@ -27,8 +27,8 @@ from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixe
 
 from headrace.actors.agent_kinds.config import AgentKind
 from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import check_environment, make_environment
 from headrace.actors.errors import (
     ActorLost,

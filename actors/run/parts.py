@@ -23,8 +23,8 @@ import orjson
 
 from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.cluster.section import LEARNER_BUNDLE, Unit
-from headrace.actors.engine_group.devices import local_gpus
-from headrace.actors.engine_group.group import EngineGroup
+from headrace.actors.engines.devices import local_gpus
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.observer.actor import NOT_SENT, Observer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from headrace.actors.engine_group.registry import EngineState
+from headrace.actors.engines.registry import EngineState
 from headrace.actors.run import clocks
 from headrace.actors.run.stall_detector import ProgressSigns, StallDetector
 from headrace.actors.run.supervision import StatusSnapshot

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from headrace.actors.engine_group.members_file import EngineStatus, read_roster
+from headrace.actors.engines.members_file import EngineStatus, read_roster
 from headrace.actors.exposition.attempts import breakdown_of
 from headrace.actors.record.files.logprob_drift import DriftTotals, drift_totals
 from headrace.actors.record.files.metrics import read_metrics

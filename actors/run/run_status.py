@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from headrace.actors.engine_group.members_file import read_roster
+from headrace.actors.engines.members_file import read_roster
 from headrace.actors.record.files.absences import read_absences
 from headrace.actors.record.files.metrics import each_metric, last_metric
 from headrace.actors.record.files.run_directory import RunDirectory

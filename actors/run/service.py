@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 from headrace.actors.cluster.node_drain import RunLeft, leave_node
-from headrace.actors.engine_group.gate import stats_of
+from headrace.actors.engines.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.housekeeping import thin_out_evaluations
 from headrace.actors.record.files.metrics import EvaluationMetric, StallMetric

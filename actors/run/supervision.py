@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.actors.engine_group.gate import stats_of
-from headrace.actors.engine_group.members_file import EngineStatus
+from headrace.actors.engines.gate import stats_of
+from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.record.files.metrics import MetricsWriter, ServicesMetric, StationMeans, StationsMetric
@@ -39,7 +39,7 @@ from headrace.serve.gateway.http.gateway import GatewayStats
 from headrace.serve.tracing.progress import Progress
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.engines.group import EngineGroup
     from headrace.actors.run.config import RunConfig
 
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from headrace.actors.cluster.node_drain import RunLeft
-from headrace.actors.engine_group.members_file import EngineStatus
+from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
 from headrace.actors.training.trainer_calls import TrainerCall
 

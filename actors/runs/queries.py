@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from headrace.actors.cluster.head_watch import HeadWatch
-from headrace.actors.engine_group.members_file import EngineStatus, read_roster
-from headrace.actors.engine_group.requests import ask_group
+from headrace.actors.engines.members_file import EngineStatus, read_roster
+from headrace.actors.engines.requests import ask_group
 from headrace.actors.errors import ActorError, ActorGone, ActorLost, ConfigError, RunError, RunRefused
 from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
 from headrace.actors.record.files.run_directory import RunDirectory

@@ -31,7 +31,7 @@ from headrace.policies.learner import Learner
 from headrace.policies.learners.config import LearnerConfig
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.engines.group import EngineGroup
 
 LEARNER: Final = "learner"
 """Name of the learner's actor in its run."""

@@ -62,7 +62,7 @@ from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import attempt_context
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.engines.group import EngineGroup
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.training.learner")

@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 async def rig(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[kit.Rig]:
     """Two engines of ours behind a gateway; breakers that allow every try, for engines die here all the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+        patch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
         patch.setattr(CircuitBreaker, "allows", lambda *_: True)
         push = {"transport": "disk", "phase_timeout_s": 8.0, "read_timeout_s": 10.0}
         folder = tmp_path_factory.mktemp("run")

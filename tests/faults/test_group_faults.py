@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.engine_group.registry import EngineState
+from headrace.actors.engines.members_file import read_roster
+from headrace.actors.engines.registry import EngineState
 from headrace.buffer.primitives.circuit_breaker import CircuitBreaker
 from headrace.policies.push.machine import Phase
 from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId, SessionSpec
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 async def rig(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """Two engines of ours behind a gateway; breakers that allow every try, for engines die here all the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+        patch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
         patch.setattr(CircuitBreaker, "allows", lambda *_: True)
         options = {"count": 2, "health_timeout_s": 3.0}
         push = {"phase_timeout_s": 8.0, "transfer_timeout_s": 10.0}
@@ -189,7 +189,7 @@ async def test_routing_tables_are_published_while_a_push_holds_the_lock(models: 
 async def test_health_checks_that_time_out_during_a_pause_kill_no_engine(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.1)
     options = {"count": 1, "health_timeout_s": 0.3}
     async with kit.open_group(models[0], tmp_path, push={"phase_timeout_s": 60.0}, **options) as rig:
         await rig.push(models[0], 0)
@@ -212,7 +212,7 @@ async def test_a_temporarily_slow_engine_is_not_killed(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It misses health checks in a row, fewer than `health_misses`."""
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.1)
     options = {"count": 1, "health_timeout_s": 0.3, "health_misses": 100}
     async with kit.open_group(models[0], tmp_path, **options) as rig:
         await rig.push(models[0], 0)
@@ -229,7 +229,7 @@ async def test_a_temporarily_slow_engine_is_not_killed(
 async def test_an_engine_that_stays_silent_is_replaced(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.1)
     options = {"count": 1, "health_timeout_s": 0.3, "health_misses": 3}
     async with kit.open_group(models[0], tmp_path, **options) as rig:
         await rig.push(models[0], 0)

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.group import EngineGroup
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorLost
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.engine_group.fleet import attached_id
+from headrace.actors.engines.fleet import attached_id
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineUnavailable
@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
 
 
 @dataclass

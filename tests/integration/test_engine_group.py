@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engine_group import push_spans
-from headrace.actors.engine_group.fleet import Fleet, attached_id
-from headrace.actors.engine_group.host import ServerPlan
-from headrace.actors.engine_group.members_file import read_roster
-from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
-from headrace.actors.engine_group.requests import ask_group
+from headrace.actors.engines import push_spans
+from headrace.actors.engines.fleet import Fleet, attached_id
+from headrace.actors.engines.host import ServerPlan
+from headrace.actors.engines.members_file import read_roster
+from headrace.actors.engines.registry import REMEMBERED, EngineState, Origin
+from headrace.actors.engines.requests import ask_group
 from headrace.actors.errors import (
     EngineAddressTaken,
     EngineGroupError,
@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
 
 
 async def test_attached_engines_receive_pushes_and_keep_running_at_shutdown(models: list[Path], tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_a_first_prompt_of_37000_tokens_does_not_get_the_engine_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as Codex's is to a tokenizer of bytes. While it is computed the engine passes its health checks."""
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.5)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.5)
     model = kit.write_weights(tmp_path / "model", seed=3)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
@@ -337,7 +337,7 @@ async def test_an_in_place_push_works_through_the_group_and_the_gateway(models: 
 async def test_removing_an_engine_that_a_push_left_paused_resumes_it(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 1000.0)
     async with kit.servers(models[0], tmp_path, "a") as servers:
         url = servers["a"].url
         async with kit.open_group(models[0], tmp_path, count=0, attach=[url]) as rig:
@@ -458,7 +458,7 @@ async def test_a_group_starts_even_if_the_newest_snapshot_is_corrupt(models: lis
 async def test_a_health_check_ignores_an_engine_removed_during_the_check(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 1000.0)
     async with kit.servers(models[0], tmp_path, "a", "b") as servers:
         urls = [process.url for process in servers.values()]
         async with kit.open_group(models[0], tmp_path, count=0, attach=urls, health_timeout_s=60.0) as rig:

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.group import EngineGroup
-from headrace.actors.engine_group.host import EngineHost
-from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.group import EngineGroup
+from headrace.actors.engines.host import EngineHost
+from headrace.actors.engines.members_file import EngineStatus
+from headrace.actors.engines.registry import EngineState, Origin
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.actors.nodes import this_node
 from headrace.actors.runtime.actors.runtime import RayRuntime, node_address
@@ -48,7 +48,7 @@ async def placed(model: Path, folder: Path, gateway: GatewayActor, runtime: RayR
 async def test_an_actor_and_its_engine_die_together_and_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
     runtime = RayRuntime(f"placed-{os.getpid()}-")
     model = kit.write_weights(tmp_path / "model", 1)
     async with (
@@ -108,7 +108,7 @@ async def test_engines_of_a_drained_node_are_replaced_in_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A local Ray has one node, so their replacements are there again."""
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
     runtime = RayRuntime(f"vacated-{os.getpid()}-")
     model = kit.write_weights(tmp_path / "model", 1)
     async with (

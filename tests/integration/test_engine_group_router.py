@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engines.registry import EngineState, Origin
 from headrace.policies.sglang.server import free_port
 from support import group_rig as kit
 
@@ -53,7 +53,7 @@ async def known(http: aiohttp.ClientSession, url: str) -> set[str]:
 async def test_engines_are_added_and_removed_with_the_workers_of_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
     model, other = (kit.write_weights(tmp_path / f"model-{seed}", seed) for seed in range(2))
     async with (
         aiohttp.ClientSession() as http,

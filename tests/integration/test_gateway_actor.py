@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from headrace.actors.engine_group.gate import call_gateway
+from headrace.actors.engines.gate import call_gateway
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.runtime.pools.gateway import GatewayActor

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engine_group.fleet import attached_id
+from headrace.actors.engines.fleet import attached_id
 from headrace.buffer.tasks.datasets.terminal import Split, generate
 from headrace.buffer.tasks.task import Task, write_tasks
 from support import image_kit as kit

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address, new_breaker
+from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin, address, new_breaker
 from headrace.actors.errors import EngineAddressTaken, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.trajectories.versions import PolicyVersion

@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.group import EngineGroup
-from headrace.actors.engine_group.members_file import EngineStatus
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.group import EngineGroup
+from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.buffer.trajectories.versions import PolicyVersion

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from headrace.actors.engine_group.devices import visible_devices
+from headrace.actors.engines.devices import visible_devices
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, offered_gpus, start_local_ray, stop_local_ray
 

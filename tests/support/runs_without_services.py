@@ -20,8 +20,8 @@ from typing import Any
 import orjson
 
 from headrace.actors.cluster.node_drain import RunLeft
-from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engines.members_file import EngineStatus
+from headrace.actors.engines.registry import EngineState, Origin
 from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
 from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
 from headrace.actors.run.changes import changed_document

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.group import EngineGroup
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory

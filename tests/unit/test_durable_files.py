@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.engine_group.journal import PushJournal
-from headrace.actors.engine_group.members_file import Roster, read_roster
-from headrace.actors.engine_group.requests import EngineRequest, RequestBox
+from headrace.actors.engines.journal import PushJournal
+from headrace.actors.engines.members_file import Roster, read_roster
+from headrace.actors.engines.requests import EngineRequest, RequestBox
 from headrace.actors.runtime.pools.gateway import read_address
 from headrace.buffer.primitives.durable_files import (
     append_line,

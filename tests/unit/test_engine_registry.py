@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
-from headrace.actors.engine_group.members_file import EngineStatus, Roster, read_roster
-from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin, new_breaker
-from headrace.actors.engine_group.requests import RequestBox, ask_group
+from headrace.actors.engines.journal import TAIL_BYTES, PushJournal
+from headrace.actors.engines.members_file import EngineStatus, Roster, read_roster
+from headrace.actors.engines.registry import REMEMBERED, EngineRegistry, EngineState, Origin, new_breaker
+from headrace.actors.engines.requests import RequestBox, ask_group
 from headrace.actors.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.trajectories.versions import PolicyVersion

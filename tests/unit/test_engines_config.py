@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.fleet import EngineContext, Fleet
-from headrace.actors.engine_group.host import ServerPlan, server_process
-from headrace.actors.engine_group.members_file import EngineStatus, Roster
-from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.fleet import EngineContext, Fleet
+from headrace.actors.engines.host import ServerPlan, server_process
+from headrace.actors.engines.members_file import EngineStatus, Roster
+from headrace.actors.engines.registry import EngineRegistry, EngineState, Origin
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, prepare

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.devices import (
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.devices import (
     DevicePlan,
     local_gpus,
     needed_gpus,
@@ -17,7 +17,7 @@ from headrace.actors.engine_group.devices import (
     refuse_missing_gpus,
     refuse_shared_gpus,
 )
-from headrace.actors.engine_group.host import ServerPlan, server_process
+from headrace.actors.engines.host import ServerPlan, server_process
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import reserved_gpus

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
-from headrace.actors.engine_group.members_file import EngineStatus, Roster
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engines.members_file import EngineStatus, Roster
+from headrace.actors.engines.registry import EngineState, Origin
 from headrace.actors.record.files.absences import OF_ACTORS, Absences
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.run_state import RunState, run_state

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engines.members_file import EngineStatus
+from headrace.actors.engines.registry import EngineState, Origin
 from headrace.actors.rollouts.dispatcher import DispatcherStatus
 from headrace.actors.rollouts.worker import WorkerStatus
 from headrace.actors.run.progress_signs import WorkClocks, signs_of

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING
 import aiohttp
 import orjson
 
-from headrace.actors.engine_group.config import check_url
-from headrace.actors.engine_group.fleet import Fleet, Member
-from headrace.actors.engine_group.gate import GatewayGate
-from headrace.actors.engine_group.journal import BrokenPush
-from headrace.actors.engine_group.members_file import EngineStatus, Roster
-from headrace.actors.engine_group.registry import EngineRegistry, EngineState
+from headrace.actors.engines.config import check_url
+from headrace.actors.engines.fleet import Fleet, Member
+from headrace.actors.engines.gate import GatewayGate
+from headrace.actors.engines.journal import BrokenPush
+from headrace.actors.engines.members_file import EngineStatus, Roster
+from headrace.actors.engines.registry import EngineRegistry, EngineState
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
 from headrace.policies.push.resuming import resume
@@ -46,7 +46,7 @@ from headrace.policies.sglang.transport import authorization
 from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.pusher import Pusher
+    from headrace.actors.engines.pusher import Pusher
 
 SILENT_CALLS = 8
 """Number of consecutive turns that an engine leaves unanswered, along with their aborts, before it fails: such an

@@ -19,7 +19,7 @@ from headrace.policies.push.contract import Journal, PushReport
 from headrace.policies.push.machine import Step
 from headrace.serve.tracing import span_names as names
 
-tracer = trace.get_tracer("headrace.actors.engine_group.push_spans")
+tracer = trace.get_tracer("headrace.actors.engines.push_spans")
 
 
 class PushSpan:

@@ -19,7 +19,7 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
 if TYPE_CHECKING:
-    from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.actors.engines.config import EnginesConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

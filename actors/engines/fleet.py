@@ -19,11 +19,11 @@ from pathlib import Path
 
 import aiohttp
 
-from headrace.actors.engine_group.config import EnginesConfig, Placement
-from headrace.actors.engine_group.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
-from headrace.actors.engine_group.host import EngineHost, ServerPlan, server_process
-from headrace.actors.engine_group.members_file import EngineStatus
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin, address
+from headrace.actors.engines.config import EnginesConfig, Placement
+from headrace.actors.engines.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
+from headrace.actors.engines.host import EngineHost, ServerPlan, server_process
+from headrace.actors.engines.members_file import EngineStatus
+from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin, address
 from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
 from headrace.actors.runtime.actors.nodes import Role
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, node_address

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engines.registry import EngineState, Origin
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.policies.engine import EngineId
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headrace.actors.engine_group.fleet import Fleet
-from headrace.actors.engine_group.gate import GatewayGate
-from headrace.actors.engine_group.journal import PushJournal
-from headrace.actors.engine_group.members_file import Roster
-from headrace.actors.engine_group.push_spans import push_span
-from headrace.actors.engine_group.registry import EngineRegistry, EngineState
+from headrace.actors.engines.fleet import Fleet
+from headrace.actors.engines.gate import GatewayGate
+from headrace.actors.engines.journal import PushJournal
+from headrace.actors.engines.members_file import Roster
+from headrace.actors.engines.push_spans import push_span
+from headrace.actors.engines.registry import EngineRegistry, EngineState
 from headrace.actors.record.files.metrics import MetricsWriter
 from headrace.actors.record.files.push_costs import push_record
 from headrace.actors.runtime.actors.recording import record

@@ -28,16 +28,16 @@ from typing import Self
 
 import aiohttp
 
-from headrace.actors.engine_group.config import EnginesConfig, check_url
-from headrace.actors.engine_group.devices import plan_devices, visible_devices
-from headrace.actors.engine_group.fleet import EngineContext, Fleet, attached_id
-from headrace.actors.engine_group.gate import GatewayGate
-from headrace.actors.engine_group.health import HealthChecks, leave, recover, router_workers
-from headrace.actors.engine_group.journal import PushJournal
-from headrace.actors.engine_group.members_file import EngineStatus, read_roster
-from headrace.actors.engine_group.pusher import Publisher, Pusher
-from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
-from headrace.actors.engine_group.requests import RequestBox
+from headrace.actors.engines.config import EnginesConfig, check_url
+from headrace.actors.engines.devices import plan_devices, visible_devices
+from headrace.actors.engines.fleet import EngineContext, Fleet, attached_id
+from headrace.actors.engines.gate import GatewayGate
+from headrace.actors.engines.health import HealthChecks, leave, recover, router_workers
+from headrace.actors.engines.journal import PushJournal
+from headrace.actors.engines.members_file import EngineStatus, read_roster
+from headrace.actors.engines.pusher import Publisher, Pusher
+from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin
+from headrace.actors.engines.requests import RequestBox
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.metrics import MetricsWriter

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engines.host import EngineHost
 from headrace.actors.errors import ActorLost
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.policies.processes.server_process import ServerProcess

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from headrace.actors.engine_group.registry import EngineRegistry
+from headrace.actors.engines.registry import EngineRegistry
 from headrace.actors.errors import ActorLost
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.policies.engine import EngineId, RequestId

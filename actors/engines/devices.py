@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from headrace.actors.engine_group.config import EnginesConfig, Placement
-from headrace.actors.engine_group.registry import address
+from headrace.actors.engines.config import EnginesConfig, Placement
+from headrace.actors.engines.registry import address
 from headrace.actors.errors import ConfigError
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.policies.processes.engine_keys import is_loopback

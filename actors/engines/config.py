@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from headrace.actors.engine_group.registry import address
+from headrace.actors.engines.registry import address
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.policies.sglang.server import OWN_OPTIONS
 
