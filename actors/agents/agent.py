@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from headrace.actors.evaluation.rewards import Judgement
-from headrace.actors.evaluation.verdict import EpisodeRecord
+from headrace.actors.evaluation.graders.rewards import Judgement
+from headrace.actors.evaluation.graders.verdict import EpisodeRecord
 from headrace.actors.services.chat import Chat
 from headrace.actors.services.service import NO_SERVICES, Services
 from headrace.buffer.tasks.task import Task

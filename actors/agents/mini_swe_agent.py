@@ -12,7 +12,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
-from headrace.actors.in_sandbox import source
+from headrace.actors.evaluation.in_sandbox import source
 
 
 class MiniMode(StrEnum):

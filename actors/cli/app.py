@@ -555,7 +555,7 @@ def serve_sandboxes(
 ) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
     provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
-    from headrace.actors.evaluation.patch import apply_patch
+    from headrace.actors.evaluation.graders.patch import apply_patch
     from headrace.serve.sandbox_servers.exec.server import ServeOptions, serve
 
     options = ServeOptions(

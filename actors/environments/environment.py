@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Final, Protocol, TypeAlias
 
-from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.evaluation.graders.verdict import Verdict
 from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.actors.services.service import Services
 from headrace.buffer.tasks.task import Task

@@ -27,7 +27,7 @@ from headrace.actors.environments.environment import (
     ObservationPart,
     PartKind,
 )
-from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
+from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.actors.loop.action_parsers import PARSERS, Malformed
 from headrace.actors.loop.config import LoopConfig
 from headrace.actors.loop.contexts import HeadAndTail, head_share

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.votes import vote_seed
-from headrace.actors.evaluation.rewards import Judgement
+from headrace.actors.evaluation.graders.rewards import Judgement
 from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import Services
 from headrace.buffer.primitives.registry import PartRefused, Registry

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.agents.agent import AgentReport
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import Stations
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import RolloutOrder

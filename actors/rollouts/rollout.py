@@ -22,10 +22,10 @@ from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
-from headrace.actors.evaluation.history import prepare
-from headrace.actors.evaluation.rewards import with_judgement, with_rewards
-from headrace.actors.evaluation.verdict import NO_SANDBOX, invalid, task_resources
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
+from headrace.actors.evaluation.graders.history import prepare
+from headrace.actors.evaluation.graders.rewards import with_judgement, with_rewards
+from headrace.actors.evaluation.graders.verdict import NO_SANDBOX, invalid, task_resources
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.runtime.pools.leases import lease_attributes
 from headrace.actors.services.figures import ServiceTime, current_service_time

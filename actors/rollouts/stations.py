@@ -13,9 +13,9 @@ from typing import Any, Self, cast
 
 from headrace.actors.agents.agent import Agent, AgentReport, agent_name, keeps_time, marks_warnings, needs_sandbox
 from headrace.actors.evaluation.by_service.scoring import score_by_service
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
-from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.evaluation.rewards import score_parts, with_rewards
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
+from headrace.actors.evaluation.graders.evaluator import Evaluator
+from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders

@@ -40,9 +40,9 @@ from headrace.actors.errors import (
     first_cause,
 )
 from headrace.actors.evaluation.by_service.scoring import check_service_evaluators
-from headrace.actors.evaluation.plugins import refuse_absent_evaluators
-from headrace.actors.evaluation.repository import REPOSITORY_RUNS
-from headrace.actors.evaluation.verifier import VERIFIER_RUNS
+from headrace.actors.evaluation.graders.plugins import refuse_absent_evaluators
+from headrace.actors.evaluation.graders.repository import REPOSITORY_RUNS
+from headrace.actors.evaluation.graders.verifier import VERIFIER_RUNS
 from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
 from headrace.actors.record.files.absences import Absences

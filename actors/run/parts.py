@@ -26,7 +26,7 @@ from headrace.actors.cluster.section import LEARNER_BUNDLE, Unit
 from headrace.actors.engines.devices import local_gpus
 from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
-from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.record.files.absences import OF_ACTORS, Absences
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headrace.actors.engines.gate import stats_of
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.errors import ActorLost
-from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.metrics import MetricsWriter, ServicesMetric, StationMeans, StationsMetric
 from headrace.actors.record.files.utilisation import SERVICE, Station, StationLoad, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus

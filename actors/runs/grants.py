@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from headrace.actors.agent_kinds.registry import AGENTS
 from headrace.actors.environments.registry import ENVIRONMENTS
 from headrace.actors.errors import ConfigError, RoleTooSmall
-from headrace.actors.evaluation.plugins import EVALUATORS
+from headrace.actors.evaluation.graders.plugins import EVALUATORS
 from headrace.actors.loop.judge import RULES
 from headrace.actors.mix.section import KEY
 from headrace.actors.run.config import SECRET, RunConfig, named_values

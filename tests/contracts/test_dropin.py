@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace.actors.evaluation.patch import apply_patch
+from headrace.actors.evaluation.graders.patch import apply_patch
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.history import task_files
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.graders.history import task_files
 from headrace.buffer.tasks.datasets.harbor import HarborSettings, gold_script, task_of
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout

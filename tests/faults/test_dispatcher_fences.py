@@ -13,7 +13,7 @@ import pytest
 from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus

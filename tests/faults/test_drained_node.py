@@ -16,7 +16,7 @@ from benches.orchestration import immediate_parts, prepare_directory, without_sp
 from headrace.actors.agents.agent import AgentReport
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.cluster.node_drain import leave_node
-from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus

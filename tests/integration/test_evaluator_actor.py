@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.evaluation.history import prepare
-from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest, Source, SpokenPart, Verdict
+from headrace.actors.evaluation.graders.evaluator import Evaluator
+from headrace.actors.evaluation.graders.history import prepare
+from headrace.actors.evaluation.graders.verdict import EpisodeRecord, EvaluationRequest, Source, SpokenPart, Verdict
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.pools.config import SandboxSection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.history import hide_history, leaks, prepare
+from headrace.actors.evaluation.graders.history import hide_history, leaks, prepare
 from headrace.buffer.tasks.repositories import Command, RepositorySpec
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, problems
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause

@@ -22,8 +22,8 @@ from headrace.actors.environments.environment import (
     observed,
 )
 from headrace.actors.environments.search import SearchConfig, SearchEnvironment
-from headrace.actors.evaluation.answer import has_structure, score_answer
-from headrace.actors.evaluation.verdict import Source
+from headrace.actors.evaluation.graders.answer import has_structure, score_answer
+from headrace.actors.evaluation.graders.verdict import Source
 from headrace.actors.loop import agent as loop_agent
 from headrace.actors.loop.agent import NOT_RUN, LoopAgent
 from headrace.actors.loop.config import LoopConfig

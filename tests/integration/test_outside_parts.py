@@ -19,8 +19,8 @@ from headrace.actors.agent_kinds.config import AgentSection
 from headrace.actors.agent_kinds.registry import make_agent
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
-from headrace.actors.evaluation.plugins import refuse_absent_evaluators
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, evaluate
+from headrace.actors.evaluation.graders.plugins import refuse_absent_evaluators
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.services.chat import ChatMessage, ChatReply
 from headrace.buffer.audit.evidence import read_evidence
@@ -54,7 +54,7 @@ import asyncio
 import json
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.evaluation.verdict import rewarded
+from headrace.actors.evaluation.graders.verdict import rewarded
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 
@@ -98,7 +98,7 @@ async def number(request, sandboxes):
 
 
 async def infinite(request, sandboxes):
-    from headrace.actors.evaluation.verdict import Verdict
+    from headrace.actors.evaluation.graders.verdict import Verdict
     from headrace.buffer.trajectories.types import Cause
     return Verdict(reward=float("inf"), cause=Cause.SOLVED, solved=True)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.evaluation.verdict import EvaluationRequest
+from headrace.actors.evaluation.graders.evaluator import Evaluator
+from headrace.actors.evaluation.graders.verdict import EvaluationRequest
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import check_objective

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.actors.evaluation.history import prepare
+from headrace.actors.evaluation.graders.history import prepare
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.agent_kinds.registry import shell_agent
 from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.evaluation.checks import imports_only
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.history import task_files
+from headrace.actors.evaluation.graders.checks import imports_only
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.graders.history import task_files
 from headrace.buffer.tasks.parts import BinaryFile
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause

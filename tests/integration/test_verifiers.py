@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from headrace.actors.environments.environment import Action
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.history import task_files
-from headrace.actors.evaluation.verifier import end_agent
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.graders.history import task_files
+from headrace.actors.evaluation.graders.verifier import end_agent
 from headrace.buffer.tasks.parts import BinaryFile
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from headrace.actors.evaluation.diff_filter import FilterRules, filter_diff
-from headrace.actors.evaluation.diff_text import apply_hunks, quote, render_diff, replacement
-from headrace.actors.evaluation.unified_diff import DiffRefused, FileDiff, parse_diff, unquote
+from headrace.actors.evaluation.graders.diff_filter import FilterRules, filter_diff
+from headrace.actors.evaluation.graders.diff_text import apply_hunks, quote, render_diff, replacement
+from headrace.actors.evaluation.graders.unified_diff import DiffRefused, FileDiff, parse_diff, unquote
 
 FOLDERS = ("", "src/", "src/deep/", "tests/", "a b/", ".git/", ".git/hooks/", "x.egg-info/", "../", "/", "src/../../")
 NAMES = (

@@ -20,7 +20,7 @@ from headrace.actors.agents.installation import AgentMissing, installed_folder
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.actors.evaluation.verdict import EvaluationRequest, Verdict
+from headrace.actors.evaluation.graders.verdict import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.services.chat import NoChat
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId

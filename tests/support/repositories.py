@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from benches.cheating import cheat_bench
 
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.history import prepare
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.graders.history import prepare
 from headrace.buffer.tasks.repositories import RepositorySpec, TestIds
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec

@@ -19,7 +19,7 @@ from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.evaluation.graders.verdict import Verdict
 from headrace.actors.rollouts.rollout import outcome_of
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import HostPort, Stream

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.answer import last_answer, normalized, score_answer
-from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart
+from headrace.actors.evaluation.graders.answer import last_answer, normalized, score_answer
+from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
 from headrace.buffer.tasks.task import AnswerSpec
 from headrace.buffer.trajectories.types import Cause
 

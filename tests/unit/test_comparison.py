@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.comparison import last_answer, same_json
+from headrace.actors.evaluation.graders.comparison import last_answer, same_json
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.diff_filter import (
+from headrace.actors.evaluation.graders.diff_filter import (
     DropReason,
     FilterRules,
     filter_diff,
@@ -12,8 +12,8 @@ from headrace.actors.evaluation.diff_filter import (
     summary,
     with_base_sections,
 )
-from headrace.actors.evaluation.diff_text import apply_hunks, render_diff, replacement
-from headrace.actors.evaluation.unified_diff import DiffRefused, FileDiff, parse_diff
+from headrace.actors.evaluation.graders.diff_text import apply_hunks, render_diff, replacement
+from headrace.actors.evaluation.graders.unified_diff import DiffRefused, FileDiff, parse_diff
 
 LISTED = frozenset({"checks/word.py", "spec"})
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.evaluation.functions import score_by_function
-from headrace.actors.evaluation.rewards import summed, with_rewards
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.functions import score_by_function
+from headrace.actors.evaluation.graders.rewards import summed, with_rewards
+from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
     EpisodeRecord,
     EvaluationRequest,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.patch import file_diff
-from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.evaluation.graders.patch import file_diff
+from headrace.actors.evaluation.graders.verdict import Verdict
 from headrace.actors.rollouts import evaluation_folders as folders_module
 from headrace.actors.rollouts.answers import Answer, AnswerLog, answer_id, plain_name, read_answers
 from headrace.actors.rollouts.evaluation_folders import (

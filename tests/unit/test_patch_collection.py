@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.actors.evaluation.verdict import PatchRefused, ProgramFailed, collect_twice
+from headrace.actors.evaluation.graders.verdict import PatchRefused, ProgramFailed, collect_twice
 from headrace.sandboxes.errors import ExecTimeout, LauncherGone, SandboxGone
 
 WORKS = "the result"

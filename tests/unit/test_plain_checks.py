@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.evaluation.checks import imports_only
-from headrace.actors.in_sandbox import source
+from headrace.actors.evaluation.graders.checks import imports_only
+from headrace.actors.evaluation.in_sandbox import source
 from headrace.buffer.tasks.datasets.terminal import STATE_CHECK
 from headrace.sandboxes.launcher.commands import PRELOADED
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.actors.evaluation.report import (
+from headrace.actors.evaluation.graders.report import (
     ReportUntrusted,
     Session,
     excused_twins,
@@ -16,7 +16,7 @@ from headrace.actors.evaluation.report import (
     read_report,
     without_twin,
 )
-from headrace.actors.in_sandbox import source
+from headrace.actors.evaluation.in_sandbox import source
 
 GOOD, BAD = "a" * 16, "b" * 16
 CANARIES = (("test", f"t.py::test_{GOOD}", "passed"), ("test", f"t.py::test_{BAD}", "failed"))

@@ -18,7 +18,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import judge_prompt
 from headrace.actors.evaluation.by_service.scoring import check_service_evaluators, score_by_service
 from headrace.actors.evaluation.by_service.votes import last_score
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
     EpisodeRecord,
     EvaluationRequest,

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfig
-from headrace.actors.evaluation.evaluator import simulated_verdict
-from headrace.actors.evaluation.verdict import EvaluationRequest
+from headrace.actors.evaluation.graders.evaluator import simulated_verdict
+from headrace.actors.evaluation.graders.verdict import EvaluationRequest
 from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.runtime.simulated import engines

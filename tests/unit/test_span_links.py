@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from opentelemetry.trace import Link, SpanContext
 
-from headrace.actors.evaluation import evaluator
+from headrace.actors.evaluation.graders import evaluator
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.rollouts import dispatcher, rollout, worker
 from headrace.actors.simulation.plan import make_plan

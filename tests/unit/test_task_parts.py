@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.evaluation.verdict import task_resources
+from headrace.actors.evaluation.graders.verdict import task_resources
 from headrace.actors.rollouts.stations import lowered
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.parts import TaskLimits, secret_in_prompt

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.evaluation.comparison import last_answer, same_json
-from headrace.actors.in_sandbox import source
+from headrace.actors.evaluation.graders.comparison import last_answer, same_json
+from headrace.actors.evaluation.in_sandbox import source
 from headrace.buffer.tasks.datasets.terminal import (
     NAMES,
     WORDS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.evaluation.verdict import EvaluatorFault
-from headrace.actors.evaluation.verifier import parse_reward
+from headrace.actors.evaluation.graders.verdict import EvaluatorFault
+from headrace.actors.evaluation.graders.verifier import parse_reward
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import load_tasks, task_digest, write_tasks
 from headrace.buffer.tasks.verifiers import VerifierForm, pytest_files

@@ -26,7 +26,7 @@ from headrace.actors.environments.environment import RESPOND, Action, Clock, Epi
 from headrace.actors.environments.retail.database import Database
 from headrace.actors.environments.retail.tools import TOOLS, TRANSFER, call, load_tools
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.verdict import Verdict, failed, solved
+from headrace.actors.evaluation.graders.verdict import Verdict, failed, solved
 from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.actors.services.rule_user import STOP, normalised
 from headrace.actors.services.service import Services

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace.actors.evaluation.by_service.votes import last_score, vote_seed
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.verdict import (
     EpisodeRecord,
     EvaluationRequest,
     EvaluatorFault,

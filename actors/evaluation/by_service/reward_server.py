@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.actors.evaluation.functions import document_of
-from headrace.actors.evaluation.verdict import EpisodeRecord, EvaluationRequest, Verdict, rewarded_by
+from headrace.actors.evaluation.graders.functions import document_of
+from headrace.actors.evaluation.graders.verdict import EpisodeRecord, EvaluationRequest, Verdict, rewarded_by
 from headrace.actors.services.service import RewardServer
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import without_surrogates

@@ -16,7 +16,7 @@ import orjson
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import NAMES, score_by_votes
 from headrace.actors.evaluation.by_service.reward_server import score_by_server, shown_task
-from headrace.actors.evaluation.verdict import EvaluationRequest, EvaluatorFault, Verdict, broken
+from headrace.actors.evaluation.graders.verdict import EvaluationRequest, EvaluatorFault, Verdict, broken
 from headrace.actors.services.calls import ServiceCalls
 from headrace.actors.services.clients import make_service, refuse_missing_services
 from headrace.actors.services.config import ServiceConfig, ServiceKind

@@ -21,10 +21,10 @@ from typing import Any, Final
 
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
 from benches.cheating.repositories import PACKAGES, REPOSITORIES, CheatRepository
-from headrace.actors.evaluation.comparison import Baselines
-from headrace.actors.evaluation.patch_collection import LeftDiff
-from headrace.actors.evaluation.repository import grade
-from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.evaluation.graders.comparison import Baselines
+from headrace.actors.evaluation.graders.patch_collection import LeftDiff
+from headrace.actors.evaluation.graders.repository import grade
+from headrace.actors.evaluation.graders.verdict import Verdict
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from headrace.actors.evaluation.patch import file_diff
+from headrace.actors.evaluation.graders.patch import file_diff
 from headrace.buffer.tasks.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 

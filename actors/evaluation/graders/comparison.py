@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from headrace.actors.evaluation.report import Report
-from headrace.actors.evaluation.verdict import Verdict, broken, failed, printed, solved
-from headrace.actors.in_sandbox import ISOLATED, program_command
+from headrace.actors.evaluation.graders.report import Report
+from headrace.actors.evaluation.graders.verdict import Verdict, broken, failed, printed, solved
+from headrace.actors.evaluation.in_sandbox import ISOLATED, program_command
 from headrace.buffer.tasks.task import Task, task_digest
 from headrace.sandboxes.base import Sandbox
 

@@ -15,7 +15,7 @@ from inspect import iscoroutinefunction
 from typing import Any, Final, TypeAlias
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest, Verdict, broken
+from headrace.actors.evaluation.graders.verdict import CleanSandboxes, EvaluationRequest, Verdict, broken
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import Cause, check_reward

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from headrace.actors.evaluation.comparison import compare, last_answer
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.comparison import compare, last_answer
+from headrace.actors.evaluation.graders.verdict import (
     MAX_DETAIL_CHARACTERS,
     EvaluatorFault,
     Verdict,
@@ -18,8 +18,8 @@ from headrace.actors.evaluation.verdict import (
     rewarded,
     solved,
 )
-from headrace.actors.in_sandbox import check as check_program
-from headrace.actors.in_sandbox import program_command, source
+from headrace.actors.evaluation.in_sandbox import check as check_program
+from headrace.actors.evaluation.in_sandbox import program_command, source
 from headrace.buffer.tasks.task import PYTHON, EvaluatorKind, EvaluatorSpec
 from headrace.sandboxes.base import ExecResult, ProgramRunner, Sandbox
 from headrace.sandboxes.launcher.commands import PRELOADED

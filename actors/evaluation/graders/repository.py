@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from headrace.actors.evaluation.comparison import Baselines, compare
-from headrace.actors.evaluation.diff_filter import Dropped, FilterRules, filter_diff, summary
-from headrace.actors.evaluation.history import ANY_OWNER, GIT, lay_out
-from headrace.actors.evaluation.patch_collection import LeftDiff, collect_diff
-from headrace.actors.evaluation.report import (
+from headrace.actors.evaluation.graders.comparison import Baselines, compare
+from headrace.actors.evaluation.graders.diff_filter import Dropped, FilterRules, filter_diff, summary
+from headrace.actors.evaluation.graders.history import ANY_OWNER, GIT, lay_out
+from headrace.actors.evaluation.graders.patch_collection import LeftDiff, collect_diff
+from headrace.actors.evaluation.graders.report import (
     Report,
     ReportUntrusted,
     excused_twins,
@@ -29,9 +29,9 @@ from headrace.actors.evaluation.report import (
     read_report,
     without_twin,
 )
-from headrace.actors.evaluation.test_runner import RunBroken, TestRun, parse_logs, run_tests
-from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.test_runner import RunBroken, TestRun, parse_logs, run_tests
+from headrace.actors.evaluation.graders.unified_diff import DiffRefused, parse_diff
+from headrace.actors.evaluation.graders.verdict import (
     CleanSandboxes,
     EvaluationRequest,
     PatchRefused,
@@ -44,7 +44,7 @@ from headrace.actors.evaluation.verdict import (
     printed,
     solved,
 )
-from headrace.actors.in_sandbox import program_command
+from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.tasks.task import Task

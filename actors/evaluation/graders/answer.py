@@ -12,7 +12,7 @@ import string
 from collections.abc import Sequence
 from typing import Final
 
-from headrace.actors.evaluation.verdict import EpisodeRecord, Source, SpokenPart, Verdict, broken
+from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, Verdict, broken
 from headrace.buffer.tasks.task import AnswerSpec
 from headrace.buffer.trajectories.types import Cause
 

@@ -21,9 +21,9 @@ import shlex
 from dataclasses import replace
 from typing import Final
 
-from headrace.actors.evaluation.checks import run_check
-from headrace.actors.evaluation.history import task_files
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.checks import run_check
+from headrace.actors.evaluation.graders.history import task_files
+from headrace.actors.evaluation.graders.verdict import (
     MAX_DETAIL_CHARACTERS,
     AgentSandboxes,
     CleanSandboxes,

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from headrace.actors.evaluation.diff_filter import Dropped, DropReason
-from headrace.actors.evaluation.history import lay_out
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.diff_filter import Dropped, DropReason
+from headrace.actors.evaluation.graders.history import lay_out
+from headrace.actors.evaluation.graders.verdict import (
     CleanSandboxes,
     EvaluationRequest,
     PatchRefused,
@@ -20,7 +20,7 @@ from headrace.actors.evaluation.verdict import (
     clean_spec,
     collect_twice,
 )
-from headrace.actors.in_sandbox import program_command
+from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.repositories import RepositorySpec
 from headrace.buffer.tasks.task import Task

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.verdict import (
     EpisodeRecord,
     EvaluationRequest,
     EvaluatorFault,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.verdict import (
     EvaluationRequest,
     EvaluatorFault,
     Verdict,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from difflib import unified_diff
 from typing import Final
 
-from headrace.actors.evaluation.diff_filter import (
+from headrace.actors.evaluation.graders.diff_filter import (
     SECTIONED,
     Dropped,
     DropReason,
@@ -33,10 +33,10 @@ from headrace.actors.evaluation.diff_filter import (
     reason_for_path,
     summary,
 )
-from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
-from headrace.actors.evaluation.verdict import PatchRefused, ProgramFailed
-from headrace.actors.in_sandbox import program_command, run_program
-from headrace.actors.in_sandbox.apply import AGENT_REFUSED
+from headrace.actors.evaluation.graders.unified_diff import DiffRefused, parse_diff
+from headrace.actors.evaluation.graders.verdict import PatchRefused, ProgramFailed
+from headrace.actors.evaluation.in_sandbox import program_command, run_program
+from headrace.actors.evaluation.in_sandbox.apply import AGENT_REFUSED
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from headrace.actors.evaluation.history import ANY_OWNER
-from headrace.actors.evaluation.report import Session
-from headrace.actors.in_sandbox import program_command, source
+from headrace.actors.evaluation.graders.history import ANY_OWNER
+from headrace.actors.evaluation.graders.report import Session
+from headrace.actors.evaluation.in_sandbox import program_command, source
 from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError

@@ -13,11 +13,11 @@ from typing import Self
 
 from opentelemetry import trace
 
-from headrace.actors.evaluation.comparison import Baselines
-from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
-from headrace.actors.evaluation.functions import score_by_function
-from headrace.actors.evaluation.rewards import score_parts, with_rewards
-from headrace.actors.evaluation.verdict import failed, solved
+from headrace.actors.evaluation.graders.comparison import Baselines
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
+from headrace.actors.evaluation.graders.functions import score_by_function
+from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
+from headrace.actors.evaluation.graders.verdict import failed, solved
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import PartClock, add_part, in_part, part_clock
 from headrace.actors.runtime.actors.batching import Batcher
@@ -42,7 +42,7 @@ from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import context_from, describe, traceparent_of
 
-tracer = trace.get_tracer("headrace.actors.evaluation.evaluator")
+tracer = trace.get_tracer("headrace.actors.evaluation.graders.evaluator")
 
 HOLDER = "evaluator"
 

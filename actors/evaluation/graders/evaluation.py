@@ -19,16 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from headrace.actors.evaluation.answer import score_answer
-from headrace.actors.evaluation.checks import run_check
-from headrace.actors.evaluation.comparison import Baselines
-from headrace.actors.evaluation.diff_filter import summary
-from headrace.actors.evaluation.history import task_files
-from headrace.actors.evaluation.patch import Patch, collect_patch
-from headrace.actors.evaluation.patch_collection import LeftDiff
-from headrace.actors.evaluation.plugins import score_by_plugin
-from headrace.actors.evaluation.repository import grade, score_repository
-from headrace.actors.evaluation.verdict import (
+from headrace.actors.evaluation.graders.answer import score_answer
+from headrace.actors.evaluation.graders.checks import run_check
+from headrace.actors.evaluation.graders.comparison import Baselines
+from headrace.actors.evaluation.graders.diff_filter import summary
+from headrace.actors.evaluation.graders.history import task_files
+from headrace.actors.evaluation.graders.patch import Patch, collect_patch
+from headrace.actors.evaluation.graders.patch_collection import LeftDiff
+from headrace.actors.evaluation.graders.plugins import score_by_plugin
+from headrace.actors.evaluation.graders.repository import grade, score_repository
+from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
     AgentSandboxes,
     CleanSandboxes,
@@ -45,7 +45,7 @@ from headrace.actors.evaluation.verdict import (
     printed,
     spec_with_data,
 )
-from headrace.actors.evaluation.verifier import score_untouched, score_verifier
+from headrace.actors.evaluation.graders.verifier import score_untouched, score_verifier
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import EvaluatorKind, Task

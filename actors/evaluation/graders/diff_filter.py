@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final
 
-from headrace.actors.evaluation.diff_text import apply_hunks, render_diff, replacement
-from headrace.actors.evaluation.unified_diff import (
+from headrace.actors.evaluation.graders.diff_text import apply_hunks, render_diff, replacement
+from headrace.actors.evaluation.graders.unified_diff import (
     LINK_MODE,
     REGULAR_MODES,
     SUBMODULE_MODE,

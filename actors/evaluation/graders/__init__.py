@@ -1,0 +1,1 @@
+"""Evaluators, which score agents' work in clean sandboxes."""
