@@ -1,1 +1,1 @@
-"""Agents that the worker can run on a task."""
+"""Agents: programs in sandboxes, loops, and the registry of both."""

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.actors.agents.agent import AgentReport
+from headrace.actors.agents.programs.agent import AgentReport
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import Stations
 from headrace.buffer.tasks.task import Task

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.graders.history import prepare
 from headrace.actors.evaluation.graders.rewards import with_judgement, with_rewards

@@ -21,7 +21,7 @@ import aiohttp
 import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
-from headrace.actors.agents.agent import AgentSession
+from headrace.actors.agents.programs.agent import AgentSession
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.gateway import GatewayActor

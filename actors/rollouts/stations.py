@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-from headrace.actors.agents.agent import Agent, AgentReport, agent_name, keeps_time, marks_warnings, needs_sandbox
+from headrace.actors.agents.programs.agent import (
+    Agent,
+    AgentReport,
+    agent_name,
+    keeps_time,
+    marks_warnings,
+    needs_sandbox,
+)
 from headrace.actors.evaluation.by_service.scoring import score_by_service
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.graders.evaluator import Evaluator

@@ -18,7 +18,7 @@ from typing import Any, Final, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from headrace.actors.agent_kinds.config import AgentKind, AgentSection
+from headrace.actors.agents.registry.config import AgentKind, AgentSection
 from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.registry import address

@@ -25,8 +25,9 @@ import orjson
 from pydantic import ValidationError
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from headrace.actors.agent_kinds.config import AgentKind
-from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
+from headrace.actors.agents.loop.config import refuse_unfilled_templates
+from headrace.actors.agents.registry.config import AgentKind
+from headrace.actors.agents.registry.registry import make_agent, refuse_unrecorded_episodes
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import check_environment, make_environment
@@ -43,7 +44,6 @@ from headrace.actors.evaluation.by_service.scoring import check_service_evaluato
 from headrace.actors.evaluation.graders.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.graders.repository import REPOSITORY_RUNS
 from headrace.actors.evaluation.graders.verifier import VERIFIER_RUNS
-from headrace.actors.loop.config import refuse_unfilled_templates
 from headrace.actors.mix.section import KEY
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.record.files.disk_space import needing_space

@@ -21,7 +21,7 @@ from typing import Final, TypeVar, cast
 
 import orjson
 
-from headrace.actors.agent_kinds.registry import make_agent
+from headrace.actors.agents.registry.registry import make_agent
 from headrace.actors.cluster.section import LEARNER_BUNDLE, Unit
 from headrace.actors.engines.devices import local_gpus
 from headrace.actors.engines.group import EngineGroup

@@ -21,11 +21,11 @@ from typing import Any, Final
 import orjson
 from pydantic import BaseModel
 
-from headrace.actors.agent_kinds.registry import AGENTS
+from headrace.actors.agents.loop.judge import RULES
+from headrace.actors.agents.registry.registry import AGENTS
 from headrace.actors.environments.registry import ENVIRONMENTS
 from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.evaluation.graders.plugins import EVALUATORS
-from headrace.actors.loop.judge import RULES
 from headrace.actors.mix.section import KEY
 from headrace.actors.run.config import SECRET, RunConfig, named_values
 from headrace.actors.runs.quotas import Quota, Quotas

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from headrace.actors.agents.simulated import SimulatedAgentConfig
+from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.pacing import PacingConfig

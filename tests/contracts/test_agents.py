@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import StopReason
-from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.agents.codex import Codex, CodexConfig
-from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
-from headrace.actors.agents.opencode import Opencode
-from headrace.actors.agents.qwen_code import QwenCode
+from headrace.actors.agents.programs.agent import StopReason
+from headrace.actors.agents.programs.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.programs.cli_agent import ProgramConfig
+from headrace.actors.agents.programs.codex import Codex, CodexConfig
+from headrace.actors.agents.programs.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.programs.opencode import Opencode
+from headrace.actors.agents.programs.qwen_code import QwenCode
 from headrace.serve.gateway.capture.events import Exhausted
 from support import agent_rig as rigs
 

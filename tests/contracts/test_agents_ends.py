@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import StopReason
-from headrace.actors.agents.cli_agent import ProgramConfig
+from headrace.actors.agents.programs.agent import StopReason
+from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.errors import SandboxGone
 from headrace.serve.gateway.capture.events import Exhausted

@@ -15,8 +15,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
-from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
+from headrace.actors.agents.programs.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
+from headrace.actors.agents.programs.cli_agent import (
+    CliAgent,
+    Launch,
+    LaunchContext,
+    OutputTail,
+    ProgramConfig,
+    ProgramEnd,
+)
 from headrace.actors.services.chat import NoChat
 from headrace.buffer.tasks.repositories import Command, RepositorySpec
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.agents.agent import StopReason
-from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.agents.installation import PINNED, InstallFailed, install
+from headrace.actors.agents.programs.agent import StopReason
+from headrace.actors.agents.programs.cli_agent import ProgramConfig
+from headrace.actors.agents.programs.installation import PINNED, InstallFailed, install
 from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
 from support import agent_rig as rigs

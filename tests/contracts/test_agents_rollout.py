@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import Agent
-from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import ProgramConfig
+from headrace.actors.agents.programs.agent import Agent
+from headrace.actors.agents.programs.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
-from headrace.actors.agents.agent import AgentReport
-from headrace.actors.agents.immediate import ImmediateAgent
+from headrace.actors.agents.programs.agent import AgentReport
+from headrace.actors.agents.programs.immediate import ImmediateAgent
 from headrace.actors.cluster.node_drain import leave_node
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 import pytest_asyncio
 
-from headrace.actors.agents.agent import AgentSession, StopReason
+from headrace.actors.agents.loop.agent import LoopAgent
+from headrace.actors.agents.loop.config import LoopConfig
+from headrace.actors.agents.programs.agent import AgentSession, StopReason
 from headrace.actors.environments.command_actions import ECHO_WARNINGS, SUCCEEDED
 from headrace.actors.environments.environment import Action, Environment, Episode, Observation, PartKind
 from headrace.actors.environments.shell import OutputForm, ShellConfig, ShellEnvironment
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
-from headrace.actors.loop.agent import LoopAgent
-from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.chat import ChatReply
 from headrace.actors.services.service import NO_SERVICES
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId

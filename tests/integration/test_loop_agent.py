@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason, marks_warnings
+from headrace.actors.agents.loop import agent as loop_agent
+from headrace.actors.agents.loop.agent import NOT_RUN, LoopAgent
+from headrace.actors.agents.loop.config import LoopConfig
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason, marks_warnings
 from headrace.actors.environments.environment import (
     Action,
     Clock,
@@ -24,9 +27,6 @@ from headrace.actors.environments.environment import (
 from headrace.actors.environments.search import SearchConfig, SearchEnvironment
 from headrace.actors.evaluation.graders.answer import has_structure, score_answer
 from headrace.actors.evaluation.graders.verdict import Source
-from headrace.actors.loop import agent as loop_agent
-from headrace.actors.loop.agent import NOT_RUN, LoopAgent
-from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.chat import ChatClient, ChatMessage, ChatTool
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.actors.agent_kinds.config import AgentSection
-from headrace.actors.agent_kinds.registry import make_agent
+from headrace.actors.agents.registry.config import AgentSection
+from headrace.actors.agents.registry.registry import make_agent
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, evaluate
@@ -53,7 +53,7 @@ MODULE = '''
 import asyncio
 import json
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.verdict import rewarded
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task
 from headrace.sandboxes.base import FrozenMount, SandboxSpec

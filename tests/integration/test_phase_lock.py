@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.loop.agent import LoopAgent
+from headrace.actors.agents.loop.config import LoopConfig
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.environments.retail.environment import RetailConfig, RetailEnvironment, load_shop
-from headrace.actors.loop.agent import LoopAgent
-from headrace.actors.loop.config import LoopConfig
 from headrace.actors.services.chat import ChatCall, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig

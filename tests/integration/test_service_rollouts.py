@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agent_kinds.registry import shell_agent
-from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory

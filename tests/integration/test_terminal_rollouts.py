@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.actors.agent_kinds.registry import shell_agent
-from headrace.actors.agents.agent import AgentSession, StopReason
-from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.agents.programs.agent import AgentSession, StopReason
+from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.services.chat import PLAIN, ChatMessage, ChatOptions, ChatReply
 from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, problems

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import AgentReport, AgentSession
-from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
-from headrace.actors.agents.codex import Codex, CodexConfig
-from headrace.actors.agents.installation import AgentMissing, installed_folder
-from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
-from headrace.actors.agents.opencode import Opencode
-from headrace.actors.agents.qwen_code import QwenCode
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession
+from headrace.actors.agents.programs.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.programs.cli_agent import CliAgent, ProgramConfig
+from headrace.actors.agents.programs.codex import Codex, CodexConfig
+from headrace.actors.agents.programs.installation import AgentMissing, installed_folder
+from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.programs.opencode import Opencode
+from headrace.actors.agents.programs.qwen_code import QwenCode
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.services.chat import NoChat

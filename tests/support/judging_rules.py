@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.actors.loop.judge import StepToJudge
+from headrace.actors.agents.loop.judge import StepToJudge
 
 
 def likes_even_turns(step: StepToJudge, vote: int) -> str:

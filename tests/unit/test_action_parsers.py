@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from headrace.actors.agents.loop.action_parsers import PARSERS, Malformed, ParserKind
 from headrace.actors.environments.environment import Action
-from headrace.actors.loop.action_parsers import PARSERS, Malformed, ParserKind
 from headrace.actors.services.chat import ChatCall, ChatReply
 
 

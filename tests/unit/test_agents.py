@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import CliAgent, LaunchContext, OutputTail, ProgramConfig, target_of
-from headrace.actors.agents.codex import Codex, CodexConfig
-from headrace.actors.agents.installation import AgentMissing
-from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
-from headrace.actors.agents.opencode import Opencode
-from headrace.actors.agents.qwen_code import QwenCode
+from headrace.actors.agents.programs.agent import AgentReport, StopReason
+from headrace.actors.agents.programs.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.programs.cli_agent import CliAgent, LaunchContext, OutputTail, ProgramConfig, target_of
+from headrace.actors.agents.programs.codex import Codex, CodexConfig
+from headrace.actors.agents.programs.installation import AgentMissing
+from headrace.actors.agents.programs.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.programs.opencode import Opencode
+from headrace.actors.agents.programs.qwen_code import QwenCode
 from headrace.actors.evaluation.graders.verdict import Verdict
 from headrace.actors.rollouts.rollout import outcome_of
 from headrace.buffer.trajectories.types import Cause

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.agents import installation as installing
-from headrace.actors.agents import versions
-from headrace.actors.agents.installation import (
+from headrace.actors.agents.programs import installation as installing
+from headrace.actors.agents.programs import versions
+from headrace.actors.agents.programs.installation import (
     AgentMissing,
     InstallFailed,
     install,
@@ -115,7 +115,7 @@ def test_leftovers_of_a_killed_installer_are_removed(
 ) -> None:
     os.mkfifo(tmp_path / "at_it")
     environment = {**os.environ, "HANG": str(tmp_path / "at_it")}
-    command = (sys.executable, "-m", "headrace.actors.agents.installation", "claude-code")
+    command = (sys.executable, "-m", "headrace.actors.agents.programs.installation", "claude-code")
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as installer:
         npm_pid = int((tmp_path / "at_it").read_text())
         installer.kill()

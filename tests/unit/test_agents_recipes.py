@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.agent_kinds.config import AgentKind, AgentSection
-from headrace.actors.agent_kinds.registry import make_agent, refuse_unrecorded_episodes
-from headrace.actors.agents.cli_agent import CliAgent
-from headrace.actors.agents.immediate import ImmediateAgent
-from headrace.actors.agents.installation import PINNED
+from headrace.actors.agents.loop.agent import LoopAgent
+from headrace.actors.agents.programs.cli_agent import CliAgent
+from headrace.actors.agents.programs.immediate import ImmediateAgent
+from headrace.actors.agents.programs.installation import PINNED
+from headrace.actors.agents.registry.config import AgentKind, AgentSection
+from headrace.actors.agents.registry.registry import make_agent, refuse_unrecorded_episodes
 from headrace.actors.errors import ConfigError
-from headrace.actors.loop.agent import LoopAgent
 from headrace.actors.run.config import load_recipe
 from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task, TaskId
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.graders.patch import file_diff
 from headrace.actors.evaluation.graders.verdict import Verdict

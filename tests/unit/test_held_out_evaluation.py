@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.answers import answer_id, read_answers

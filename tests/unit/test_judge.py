@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from headrace.actors.agents.loop.judge import Judge, JudgeConfig, Step, check_judge, vote_in
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.graders.rewards import Judgement, with_judgement
 from headrace.actors.evaluation.graders.verdict import broken, failed, solved
-from headrace.actors.loop.judge import Judge, JudgeConfig, Step, check_judge, vote_in
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import service_time

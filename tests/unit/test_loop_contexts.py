@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.loop.contexts import HeadAndTail, head_share, kept_turns, marker
+from headrace.actors.agents.loop.contexts import HeadAndTail, head_share, kept_turns, marker
 from headrace.actors.services.chat import ChatMessage
 
 OPENING = [ChatMessage(role="system", content="s" * 10), ChatMessage(role="user", content="p" * 20)]

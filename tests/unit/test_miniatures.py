@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.loop.contexts import HeadAndTail, head_share, marker
+from headrace.actors.agents.loop.contexts import HeadAndTail, head_share, marker
 from headrace.actors.services.chat import ChatMessage
 from headrace.buffer.tasks.datasets.facts import VALUES, facts, questions, write_corpus
 from headrace.buffer.tasks.datasets.terminal import Split

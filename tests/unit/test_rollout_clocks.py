@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts import rollout
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.actors.agent_kinds.registry import shell_agent
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.environments.shell import ShellConfig
 from headrace.actors.services.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, problems

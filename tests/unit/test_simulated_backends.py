@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfig
+from headrace.actors.agents.programs.simulated import SimulatedAgent, SimulatedAgentConfig
 from headrace.actors.evaluation.graders.evaluator import simulated_verdict
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest
 from headrace.actors.rollouts.sessions import SimulatedSession

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.agents.simulated import SimulatedAgentConfig
+from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.rollouts.sessions import SimulatedSession
 from headrace.actors.simulation.plan import make_plan

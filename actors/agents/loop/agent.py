@@ -17,7 +17,11 @@ from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.loop.action_parsers import PARSERS, Malformed
+from headrace.actors.agents.loop.config import LoopConfig
+from headrace.actors.agents.loop.contexts import HeadAndTail, head_share
+from headrace.actors.agents.loop.judge import ARTIFACT, Judge, Step, judged_problem
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.environments.environment import (
     RUN,
     Environment,
@@ -28,10 +32,6 @@ from headrace.actors.environments.environment import (
     PartKind,
 )
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
-from headrace.actors.loop.action_parsers import PARSERS, Malformed
-from headrace.actors.loop.config import LoopConfig
-from headrace.actors.loop.contexts import HeadAndTail, head_share
-from headrace.actors.loop.judge import ARTIFACT, Judge, Step, judged_problem
 from headrace.actors.record.files.parts import in_part
 from headrace.actors.services.chat import ChatContextExceeded, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.services.templates import MarkedText, filled, filled_around
@@ -41,7 +41,7 @@ from headrace.buffer.trajectories.breakdown import TOOL
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.serve.tracing import span_names
 
-tracer = trace.get_tracer("headrace.actors.loop.agent")
+tracer = trace.get_tracer("headrace.actors.agents.loop.agent")
 
 MAX_COMMAND_CHARACTERS = 1000
 """Maximum length of an action in the agent's report."""

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramEnd, result_event
+from headrace.actors.agents.programs.cli_agent import (
+    CliAgent,
+    Launch,
+    LaunchContext,
+    OutputTail,
+    ProgramEnd,
+    result_event,
+)
 
 
 class QwenCode(CliAgent):

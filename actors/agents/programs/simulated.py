@@ -17,7 +17,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.tasks import is_solved
 from headrace.actors.services.chat import ChatContextExceeded, ChatMessage

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramEnd
+from headrace.actors.agents.programs.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramEnd
 
 _PROVIDER: Final = "gateway"
 

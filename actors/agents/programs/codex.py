@@ -7,7 +7,14 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
+from headrace.actors.agents.programs.cli_agent import (
+    CliAgent,
+    Launch,
+    LaunchContext,
+    OutputTail,
+    ProgramConfig,
+    ProgramEnd,
+)
 
 _KEY: Final = "GATEWAY_KEY"
 _PROVIDER: Final = "gateway"

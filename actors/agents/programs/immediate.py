@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.actors.agents.agent import AgentReport, AgentSession, StopReason
+from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import HostFolder, Sandbox
 

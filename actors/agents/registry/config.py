@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace.actors.agents.claude_code import ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.agents.codex import CodexConfig
-from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
-from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.agents.simulated import SimulatedAgentConfig
-from headrace.actors.loop.config import LoopConfig
+from headrace.actors.agents.loop.config import LoopConfig
+from headrace.actors.agents.programs.claude_code import ClaudeCodeConfig
+from headrace.actors.agents.programs.cli_agent import ProgramConfig
+from headrace.actors.agents.programs.codex import CodexConfig
+from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgentConfig
+from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.runtime.recipe_section import Section
 
 

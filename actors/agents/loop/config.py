@@ -7,10 +7,10 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from headrace.actors.agents.loop.action_parsers import PARSERS, ParserKind
+from headrace.actors.agents.loop.contexts import FULL, head_share
+from headrace.actors.agents.loop.judge import JudgeConfig
 from headrace.actors.errors import ConfigError
-from headrace.actors.loop.action_parsers import PARSERS, ParserKind
-from headrace.actors.loop.contexts import FULL, head_share
-from headrace.actors.loop.judge import JudgeConfig
 from headrace.actors.services.templates import check_names, filled
 from headrace.buffer.tasks.task import Task
 

@@ -11,7 +11,14 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, Launch, LaunchContext, OutputTail, ProgramConfig, ProgramEnd
+from headrace.actors.agents.programs.cli_agent import (
+    CliAgent,
+    Launch,
+    LaunchContext,
+    OutputTail,
+    ProgramConfig,
+    ProgramEnd,
+)
 from headrace.actors.evaluation.in_sandbox import source
 
 

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from headrace.actors.agents.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
-from headrace.actors.agents.installation import installed_folder
+from headrace.actors.agents.programs.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
+from headrace.actors.agents.programs.installation import installed_folder
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import HostFolder, HostPort, Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError

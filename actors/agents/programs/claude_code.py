@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
-from headrace.actors.agents.cli_agent import (
+from headrace.actors.agents.programs.cli_agent import (
     CliAgent,
     Launch,
     LaunchContext,

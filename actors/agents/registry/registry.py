@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 
-from headrace.actors.agent_kinds.config import AgentKind, AgentSection
-from headrace.actors.agents.agent import Agent
-from headrace.actors.agents.claude_code import ClaudeCode
-from headrace.actors.agents.codex import Codex
-from headrace.actors.agents.immediate import ImmediateAgent
-from headrace.actors.agents.installation import AgentMissing
-from headrace.actors.agents.mini_swe_agent import MiniSweAgent
-from headrace.actors.agents.opencode import Opencode
-from headrace.actors.agents.qwen_code import QwenCode
-from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.agents.simulated import SimulatedAgent
+from headrace.actors.agents.loop.action_parsers import PARSERS, ParserKind
+from headrace.actors.agents.loop.agent import LoopAgent
+from headrace.actors.agents.loop.config import LoopConfig
+from headrace.actors.agents.loop.judge import check_judge
+from headrace.actors.agents.programs.agent import Agent
+from headrace.actors.agents.programs.claude_code import ClaudeCode
+from headrace.actors.agents.programs.codex import Codex
+from headrace.actors.agents.programs.immediate import ImmediateAgent
+from headrace.actors.agents.programs.installation import AgentMissing
+from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgent
+from headrace.actors.agents.programs.opencode import Opencode
+from headrace.actors.agents.programs.qwen_code import QwenCode
+from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.programs.simulated import SimulatedAgent
+from headrace.actors.agents.registry.config import AgentKind, AgentSection
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.environments.registry import make_environment
 from headrace.actors.environments.shell import ShellConfig, ShellEnvironment
 from headrace.actors.errors import ConfigError
-from headrace.actors.loop.action_parsers import PARSERS, ParserKind
-from headrace.actors.loop.agent import LoopAgent
-from headrace.actors.loop.config import LoopConfig
-from headrace.actors.loop.judge import check_judge
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, Task
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from headrace.actors.agents import versions
+from headrace.actors.agents.programs import versions
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.host.child_environment import child_environment
 

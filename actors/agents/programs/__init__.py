@@ -1,0 +1,1 @@
+"""Agents that the worker can run on a task."""
