@@ -11,9 +11,9 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from headrace.actors.exposition.table import MAX_VALUES, TABLE, Exported
 from headrace.actors.record.files.metrics import METRICS, Metric, SourceStep, StationMeans
 from headrace.actors.record.files.service_totals import ServiceTotals
+from headrace.actors.telemetry.prometheus.table import MAX_VALUES, TABLE, Exported
 from headrace.buffer.trajectories.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -42,7 +42,7 @@ EXPORTED = f"""## Exported metrics
 Prometheus. Counters end with `_total`, infos with `_info`; a histogram has `_bucket`, `_sum` and `_count`. Counters and
 histograms come from files that keep their totals, so that neither a restart nor the removal of old files changes a
 count; gauges from `metrics.jsonl` are of the newest record. A label has at most {MAX_VALUES} values: the rest is summed
-into `other`. Buckets have the newest trace as an exemplar. The table is `actors/exposition/table.py`.
+into `other`. Buckets have the newest trace as an exemplar. The table is `actors/telemetry/prometheus/table.py`.
 
 | metric | type | labels | source | meaning |
 |---|---|---|---|---|

@@ -1,5 +1,5 @@
 """Writes the files of scripts/monitoring from the rules, alerts and dashboards there, which name metrics of
-`headrace.actors.exposition.table`. A test checks that the files are up to date."""
+`headrace.actors.telemetry.prometheus.table`. A test checks that the files are up to date."""
 
 from __future__ import annotations
 

@@ -346,9 +346,9 @@ def report(
     """Report the scheduling of a run: staleness, outcomes by rollout duration, saturated stations, parked tasks."""
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.report import report_of
-    from headrace.actors.slowness.reading import read_times
-    from headrace.actors.slowness.told import CAUSES, printable
-    from headrace.actors.slowness.verdicts import explain
+    from headrace.actors.telemetry.slow.reading import read_times
+    from headrace.actors.telemetry.slow.terminal_text import CAUSES, printable
+    from headrace.actors.telemetry.slow.verdicts import explain
 
     if (cluster := access(url, key_file, address, owner)) is not None:
         show_report(cluster, str(run_dir), json=json)

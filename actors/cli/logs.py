@@ -132,7 +132,7 @@ def _at_once() -> bool:
 def _whole_id(directory: RunDirectory, given: str) -> str:
     """Return the id of the rollout in the ledger that is, or begins with, the given one. Raises ConfigError if there is
     none, or more than one, and LedgerRefused."""
-    from headrace.actors.slowness.told import whole_id
+    from headrace.actors.telemetry.slow.terminal_text import whole_id
     from headrace.buffer.audit.evidence import begin_with_archive, reading
     from headrace.buffer.audit.joined_rows import JoinedRows
 

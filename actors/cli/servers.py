@@ -49,8 +49,8 @@ def observe(
     needs (without it if --key-file has one); stops on SIGTERM or SIGINT."""
     import asyncio
 
-    from headrace.actors.observer.server import ObserveOptions
-    from headrace.actors.observer.server import observe as serve_page
+    from headrace.actors.telemetry.page.server import ObserveOptions
+    from headrace.actors.telemetry.page.server import observe as serve_page
 
     options = ObserveOptions(host=host, port=port, key_file=key_file, address_file=address_file)
     asyncio.run(serve_page(run_dir, options, typer.echo))

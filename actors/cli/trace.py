@@ -31,10 +31,10 @@ def slow(
     factor that slow ones have in common, the seconds by which it delayed a step, and what to change. It reads the
     run directory only, so it works for runs that are over, killed or copied."""
     from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.slowness.evaluations import read_evaluation_times
-    from headrace.actors.slowness.reading import read_times
-    from headrace.actors.slowness.told import chosen, slow_lines
-    from headrace.actors.slowness.verdicts import explain
+    from headrace.actors.telemetry.slow.evaluations import read_evaluation_times
+    from headrace.actors.telemetry.slow.reading import read_times
+    from headrace.actors.telemetry.slow.terminal_text import chosen, slow_lines
+    from headrace.actors.telemetry.slow.verdicts import explain
 
     # A long run has millions of values and no cycles among them, which collections would search again and again.
     gc.disable()
@@ -60,9 +60,9 @@ def show_rollout(
     """Draw where the time of one rollout went, beside what is typical of its cohort, and say why if it was slow."""
     from headrace.actors.errors import ConfigError
     from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.slowness.evaluations import times_with
-    from headrace.actors.slowness.told import place_of_rollout, waterfall, waterfall_lines
-    from headrace.actors.slowness.waterfall_html import waterfall_page
+    from headrace.actors.telemetry.slow.evaluations import times_with
+    from headrace.actors.telemetry.slow.terminal_text import place_of_rollout, waterfall, waterfall_lines
+    from headrace.actors.telemetry.slow.waterfall_html import waterfall_page
 
     times = times_with(rollout, RunDirectory.at(run_dir).path)
     row, typical, verdict = waterfall(times, place_of_rollout(times, rollout))
@@ -89,8 +89,8 @@ def diff(
     """Compare two rollouts, or the rollouts of two ranges of steps: the seconds of each part and the labels, side by
     side."""
     from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.slowness.comparison import compare
-    from headrace.actors.slowness.reading import read_times
+    from headrace.actors.telemetry.slow.comparison import compare
+    from headrace.actors.telemetry.slow.reading import read_times
 
     comparison = compare(read_times(RunDirectory.at(run_dir).path), a, b)
     if json is not None:
@@ -105,7 +105,7 @@ def running(run_dir: RunPath, json: Json = None) -> None:
     """List the rollouts that have not ended, the oldest against its cohort first: in which part each is, and for how
     long. Of a killed run it lists what was interrupted, with the last known part."""
     from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.slowness.in_flight import in_flight
+    from headrace.actors.telemetry.slow.in_flight import in_flight
 
     directory = RunDirectory.at(run_dir)
     rows = in_flight(directory, driven=directory.is_driven())
@@ -128,10 +128,10 @@ def export(
     """Export the spans of a run, also of one that is over: to an OpenTelemetry collector, as a file for Perfetto, or as
     Parquet. Spans that could not be read are counted."""
     from headrace.actors.run.launch import reopen
-    from headrace.actors.traces.attempts import slow_or_failed
-    from headrace.actors.traces.files import write_parquet, write_perfetto
-    from headrace.actors.traces.receiver import send_all
-    from headrace.actors.traces.store import SpanFolder
+    from headrace.actors.telemetry.spans.attempts import slow_or_failed
+    from headrace.actors.telemetry.spans.files import write_parquet, write_perfetto
+    from headrace.actors.telemetry.spans.receiver import send_all
+    from headrace.actors.telemetry.spans.store import SpanFolder
 
     targets = [target for target in (otlp, perfetto, parquet) if target is not None]
     if len(targets) != 1:

@@ -35,10 +35,10 @@ from headrace.actors.control.keys import KeyFile, digest_of
 from headrace.actors.control.pages import RunPages
 from headrace.actors.control.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
-from headrace.actors.observer.mounted import ANSWER_S
 from headrace.actors.runs.contract import LEAVE_S, EventPage, RunsApi
 from headrace.actors.runs.records import Caller, Role, RunId, RunRecord, Submission
 from headrace.actors.runtime.actors.event_stream import POLL_S, event_stream
+from headrace.actors.telemetry.page.page_processes import ANSWER_S
 from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall, Weights
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,12 @@ from starlette.responses import RedirectResponse, Response
 from headrace.actors.control.bodies import read_bytes, run_id_of
 from headrace.actors.control.keys import digest_of
 from headrace.actors.control.refusals import Refusal
-from headrace.actors.observer.access import HEADERS
-from headrace.actors.observer.login import Secret, local_path, login_form
-from headrace.actors.observer.mounted import PageAnswer, PageRequest
-from headrace.actors.observer.rendering import make_environment
-from headrace.actors.observer.static_files import static_files
 from headrace.actors.runs.records import Caller, Role, RunId
+from headrace.actors.telemetry.page.access import HEADERS
+from headrace.actors.telemetry.page.login import Secret, local_path, login_form
+from headrace.actors.telemetry.page.page_processes import PageAnswer, PageRequest
+from headrace.actors.telemetry.page.rendering import make_environment
+from headrace.actors.telemetry.page.static_files import static_files
 
 if TYPE_CHECKING:
     from fastapi import Request

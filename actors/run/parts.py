@@ -27,7 +27,6 @@ from headrace.actors.engines.devices import local_gpus
 from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
 from headrace.actors.evaluation.graders.evaluator import Evaluator
-from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.record.files.absences import OF_ACTORS, Absences
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.disk_space import WAITING, full_folders, missing_space
@@ -50,8 +49,9 @@ from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.runtime.version import RUNNING
-from headrace.actors.traces.limit import keep_spans, make_room
-from headrace.actors.traces.store import FOLDER
+from headrace.actors.telemetry.page.actor import NOT_SENT, Observer
+from headrace.actors.telemetry.spans.limit import keep_spans, make_room
+from headrace.actors.telemetry.spans.store import FOLDER
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay

@@ -16,7 +16,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from headrace.actors.engines.members_file import EngineStatus, read_roster
-from headrace.actors.exposition.attempts import breakdown_of
 from headrace.actors.record.files.logprob_drift import DriftTotals, drift_totals
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.push_costs import PushCosts, push_costs
@@ -24,6 +23,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.service_totals import ServiceTotals, service_totals
 from headrace.actors.record.files.utilisation import StationLoad, bottleneck, mean_in_flight, mean_loads, service_shares
 from headrace.actors.run.changes import CheckpointConfiguration, newest_configuration
+from headrace.actors.telemetry.prometheus.attempts import breakdown_of
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.audit.report import DecileReport, LeftOut, acceptance

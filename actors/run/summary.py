@@ -10,7 +10,7 @@ from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.push_costs import push_costs
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.utilisation import bottleneck, mean_in_flight, mean_loads
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.verify import audit
 from headrace.sandboxes.host.leftovers import sandboxes_left

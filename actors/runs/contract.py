@@ -19,7 +19,7 @@ from headrace.actors.runs.records import Caller, RunEvent, RunId, RunRecord, Sub
 from headrace.actors.training.trainer_calls import TrainerCall
 
 if TYPE_CHECKING:
-    from headrace.actors.observer.mounted import PageAnswer, PageRequest
+    from headrace.actors.telemetry.page.page_processes import PageAnswer, PageRequest
 
 LEAVE_S: Final = 60.0
 """Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its

@@ -22,7 +22,6 @@ from typing import Final, NoReturn
 import orjson
 
 from headrace.actors.errors import ActorError, DiskFull, RunFenced, StorageLost, first_cause
-from headrace.actors.observer.actor import NOT_SENT, Observer
 from headrace.actors.record.files.absences import OF_THE_DRIVER, Absences
 from headrace.actors.record.files.disk_space import lacks_space, named
 from headrace.actors.record.files.logs import LogTerms
@@ -43,6 +42,7 @@ from headrace.actors.runtime.actors.nodes import Process, Role, kill_here, this_
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime, namespace_of
 from headrace.actors.runtime.version import RUNNING
+from headrace.actors.telemetry.page.actor import NOT_SENT, Observer
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
 

@@ -20,7 +20,6 @@ from headrace.actors.cluster.head_watch import HeadWatch
 from headrace.actors.engines.members_file import EngineStatus, read_roster
 from headrace.actors.engines.requests import ask_group
 from headrace.actors.errors import ActorError, ActorGone, ActorLost, ConfigError, RunError, RunRefused
-from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
@@ -36,6 +35,7 @@ from headrace.actors.runs.records import ActualState, Caller, RunId, RunRecord
 from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import RayRuntime, namespace_of
+from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall, Weights
 from headrace.buffer.tasks.task import load_tasks

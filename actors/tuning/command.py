@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import explain
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
-from headrace.actors.slowness.reading import read_times
-from headrace.actors.slowness.verdicts import explain as explain_slow
+from headrace.actors.telemetry.slow.reading import read_times
+from headrace.actors.telemetry.slow.verdicts import explain as explain_slow
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
 from headrace.actors.tuning.duration_fit import Fit, fit
 from headrace.actors.tuning.picture import page, pareto_png

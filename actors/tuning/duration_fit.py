@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from headrace.actors.runtime.simulated.durations import DurationsConfig
-from headrace.actors.slowness.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
+from headrace.actors.telemetry.slow.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
 from headrace.actors.tuning.mixed_model import MixedFit, fit_mixed
 from headrace.actors.tuning.records import Observation, Recording, refuse_thin
 

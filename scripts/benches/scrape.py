@@ -19,10 +19,10 @@ from typing import Any, Final
 import orjson
 import psutil
 
-from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.telemetry.prometheus.run_metrics import Exposition
 from headrace.buffer.ledger.archive import ARCHIVE
 
 REPEATS: Final = 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.actors.exposition import table
+from headrace.actors.telemetry.prometheus import table
 from monitoring import rules
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.actors.exposition import table
+from headrace.actors.telemetry.prometheus import table
 
 RUN: Final = "job, instance"
 """Labels that tell runs apart: each run has an exporter of its own."""

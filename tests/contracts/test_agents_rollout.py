@@ -27,7 +27,7 @@ from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.pools.leases import SandboxConnections
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig

@@ -19,11 +19,11 @@ import orjson
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.slowness.in_flight import in_flight
-from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
-from headrace.actors.traces.store import FOLDER as SPANS
+from headrace.actors.telemetry.prometheus.run_metrics import Exposition
+from headrace.actors.telemetry.slow.in_flight import in_flight
+from headrace.actors.telemetry.spans.exporting import CURSOR, FOLDER, Cursor
+from headrace.actors.telemetry.spans.store import FOLDER as SPANS
 from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
 from support import run_rig as runs

@@ -17,8 +17,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.runtime import RayRuntime
-from headrace.actors.traces.exporting import CURSOR, FOLDER, Cursor
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.exporting import CURSOR, FOLDER, Cursor
+from headrace.actors.telemetry.spans.store import SpanFolder
 from support import run_rig as runs
 from support.cluster_rig import QUICK
 from support.collectors import Collected, http_collector

@@ -21,7 +21,7 @@ from headrace.actors.run.launch import drain_on_interrupt, run_guarded
 from headrace.actors.runtime.actors.interrupts import Interrupts
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import CommitRecord

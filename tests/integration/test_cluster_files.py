@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from support.cluster_rig import QUICK, STATE, WORKERS, Cluster, ClusterRun, wait_until
 from support.marks import NEEDS_HOSTS
 

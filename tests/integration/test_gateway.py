@@ -42,7 +42,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.capture.session import Budgets, Sampling
 from headrace.serve.gateway.errors import SERVER_FAILED, ParserUnknown

@@ -32,7 +32,7 @@ from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.service import NO_SERVICES, ServiceDown, Services
 from headrace.actors.services.started import resolved, running_services, stop_services
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.tasks.datasets.facts import Fact, write_corpus
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.sanitizer import plain_scores

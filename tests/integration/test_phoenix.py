@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.traces.receiver import send_all
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.receiver import send_all
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.trajectories.types import Cause, Outcome
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.telemetry import TelemetryConfig, configure

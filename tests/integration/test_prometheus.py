@@ -18,9 +18,9 @@ from aiohttp import ClientError, ClientSession
 from monitoring.dashboards import DASHBOARDS
 from monitoring.rules import ALERTS, RECORDINGS
 
-from headrace.actors.exposition import table
-from headrace.actors.exposition.app import exposition_app
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.prometheus import table
+from headrace.actors.telemetry.prometheus.app import exposition_app
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.verify import verify
 from support.loopback import on_loopback
 from support.run_rig import run_simulated

@@ -22,7 +22,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import RunRequest, dry_run, prepare
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import write

@@ -21,7 +21,7 @@ from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.runs.log_pages import read_logs
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks.task import load_tasks, tasks_digest

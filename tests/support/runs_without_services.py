@@ -23,7 +23,6 @@ from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.engines.registry import EngineState, Origin
 from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
-from headrace.actors.observer.mounted import MountedPages, PageAnswer, PageRequest
 from headrace.actors.run.changes import changed_document
 from headrace.actors.run.config import RunConfig, resolve, validated
 from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
@@ -41,6 +40,7 @@ from headrace.actors.runs.records import (
     Submission,
 )
 from headrace.actors.runs.table import RunsTable
+from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
 from headrace.actors.training.external_loop import ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall
 from headrace.policies.engine import EngineId

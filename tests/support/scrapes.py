@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from headrace.actors.exposition.exposition import Exposition
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.telemetry.prometheus.run_metrics import Exposition
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample

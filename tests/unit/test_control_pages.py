@@ -12,9 +12,8 @@ import pytest
 
 from headrace.actors.control import pages as control_pages
 from headrace.actors.errors import RunError
-from headrace.actors.observer import mounted
-from headrace.actors.observer.mounted import MountedPages, PageRequest
 from headrace.actors.runs.records import RunId
+from headrace.actors.telemetry.page.page_processes import MountedPages, PageRequest
 from support.control_rig import KEYS, Answer, ControlRig, write_keys
 from support.observer_rig import simulated_run
 from support.runs_without_services import RECIPE

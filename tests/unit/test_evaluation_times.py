@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.slowness.evaluations import read_evaluation_times
-from headrace.actors.slowness.reading import read_times
-from headrace.actors.slowness.verdicts import explain
+from headrace.actors.telemetry.slow.evaluations import read_evaluation_times
+from headrace.actors.telemetry.slow.reading import read_times
+from headrace.actors.telemetry.slow.verdicts import explain
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.core.records import EvaluationRecord

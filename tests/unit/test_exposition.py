@@ -24,16 +24,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from prometheus_client.registry import Collector
 
-from headrace.actors.exposition import table
-from headrace.actors.exposition.app import PATH, exposition_app, metrics_handler
-from headrace.actors.exposition.counts import Counts
-from headrace.actors.exposition.exposition import OPENMETRICS, PLAIN, Exposition
-from headrace.actors.exposition.records import NewestRecords
 from headrace.actors.record.files.metrics import MetricsLog, StallMetric, StationsMetric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.running import FOLDER, RunningFile, RunningRollout, write_running
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.telemetry.prometheus import table
+from headrace.actors.telemetry.prometheus.app import PATH, exposition_app, metrics_handler
+from headrace.actors.telemetry.prometheus.counts import Counts
+from headrace.actors.telemetry.prometheus.records import NewestRecords
+from headrace.actors.telemetry.prometheus.run_metrics import OPENMETRICS, PLAIN, Exposition
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.ledger.store import ReplayStore

@@ -19,7 +19,7 @@ from headrace.actors.record.files.running import FOLDER, RunningFile, read_runni
 from headrace.actors.runs.file_collection import FileCollection
 from headrace.actors.runs.records import RunId
 from headrace.actors.runtime.actors.nodes import TABLE_FILE, NodeAgent
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.serve.tracing.attempts import working_for
 from headrace.serve.tracing.retention import RetentionConfig
 from headrace.serve.tracing.telemetry import TelemetryConfig, configure

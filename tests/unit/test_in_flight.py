@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.running import FOLDER, RunningFile, RunningRollout, read_running, write_running
-from headrace.actors.slowness.in_flight import SILENT_S, in_flight
+from headrace.actors.telemetry.slow.in_flight import SILENT_S, in_flight
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.types import RolloutOrder

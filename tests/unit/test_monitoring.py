@@ -13,7 +13,7 @@ import pytest
 from monitoring.dashboards import DASHBOARDS
 from monitoring.rules import ALERTS, RECORDINGS
 
-from headrace.actors.exposition import table
+from headrace.actors.telemetry.prometheus import table
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts" / "monitoring"

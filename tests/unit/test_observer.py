@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from headrace.actors.errors import ConfigError, RunMissing
-from headrace.actors.observer import app as application
-from headrace.actors.observer.access import HEADERS
-from headrace.actors.observer.app import build_app
-from headrace.actors.observer.server import ObserveOptions, observe
+from headrace.actors.telemetry.page import app as application
+from headrace.actors.telemetry.page.access import HEADERS
+from headrace.actors.telemetry.page.app import build_app
+from headrace.actors.telemetry.page.server import ObserveOptions, observe
 from support.html_elements import Elements
 from support.observer_rig import (
     HOSTILE,

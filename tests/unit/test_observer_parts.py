@@ -13,15 +13,15 @@ import pytest
 from markupsafe import Markup
 
 from headrace.actors.errors import RunError
-from headrace.actors.observer import computed, explained
-from headrace.actors.observer.changes import ChangeWatch
-from headrace.actors.observer.computed import Busy, Computed, ComputedByKey
-from headrace.actors.observer.drawing import WIDTH, histogram, stacked
-from headrace.actors.observer.explained import explain_here, time_here, time_of
-from headrace.actors.observer.metrics_tail import KEPT_OF_OTHERS, MetricsTail
-from headrace.actors.observer.rendering import duration, instant, name_of, number, share, size, whole
-from headrace.actors.observer.text import name, shown, visible
-from headrace.actors.observer.views import cut
+from headrace.actors.telemetry.page import computed
+from headrace.actors.telemetry.page.changes import ChangeWatch
+from headrace.actors.telemetry.page.computed import Busy, Computed, ComputedByKey
+from headrace.actors.telemetry.page.drawing import WIDTH, histogram, stacked
+from headrace.actors.telemetry.page.metrics_tail import KEPT_OF_OTHERS, MetricsTail
+from headrace.actors.telemetry.page.rendering import duration, instant, name_of, number, share, size, whole
+from headrace.actors.telemetry.page.slow_verdicts import explain_here, time_here, time_of
+from headrace.actors.telemetry.page.text import name, shown, visible
+from headrace.actors.telemetry.page.views import cut
 from headrace.buffer.errors import LedgerRefused
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ DIGESTS = {
 
 
 def test_the_files_of_uplot_are_those_of_its_release() -> None:
-    static = ROOT / "actors/observer/static"
+    static = ROOT / "actors/telemetry/page/static"
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in static.glob("uPlot*")}
     assert found == DIGESTS
     assert "MIT License" in (static / "uPlot.LICENSE").read_text()

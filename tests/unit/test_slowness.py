@@ -11,12 +11,12 @@ import numpy as np
 import orjson
 import pytest
 
-from headrace.actors.slowness import meanwhile
-from headrace.actors.slowness.cohort import Cohorts, Typical
-from headrace.actors.slowness.factors import discovery_limit, upper_tail
-from headrace.actors.slowness.rows import RUNNING, Interval, RolloutTime, RunTimes, StepTime
-from headrace.actors.slowness.survival import SurvivalCurve
-from headrace.actors.slowness.verdicts import explain
+from headrace.actors.telemetry.slow import meanwhile
+from headrace.actors.telemetry.slow.cohort import Cohorts, Typical
+from headrace.actors.telemetry.slow.factors import discovery_limit, upper_tail
+from headrace.actors.telemetry.slow.rows import RUNNING, Interval, RolloutTime, RunTimes, StepTime
+from headrace.actors.telemetry.slow.survival import SurvivalCurve
+from headrace.actors.telemetry.slow.verdicts import explain
 
 TYPICAL_S = {"boot": 2.0, "prepare": 0.5, "engine.decode": 20.0, "tool.bash": 10.0, "own": 1.0, "evaluate.check": 4.0}
 STEP_S = 60.0

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.actors.traces import limit
-from headrace.actors.traces.limit import keep_within, make_room
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans import limit
+from headrace.actors.telemetry.spans.limit import keep_within, make_room
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.serve.tracing.telemetry import TelemetryConfig, TelemetryHandle, configure
 from support.full_disks import files_of_at_most

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, TraceFlags, Tracer
 
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.serve.tracing import recorder
 from headrace.serve.tracing.recorder import RecordedSpan, SpanRecorder
 from headrace.serve.tracing.telemetry import TelemetryConfig, configure

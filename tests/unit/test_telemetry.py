@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import recipe_digest
-from headrace.actors.traces.store import SpanFolder
+from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.serve.tracing import span_names
 from headrace.serve.tracing.telemetry import TelemetryConfig, TelemetryHandle, configure
 from headrace.serve.tracing.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of

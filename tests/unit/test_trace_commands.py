@@ -12,12 +12,18 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.errors import ConfigError
-from headrace.actors.slowness import advice
-from headrace.actors.slowness.comparison import compare
-from headrace.actors.slowness.reading import read_times
-from headrace.actors.slowness.told import chosen, place_of_rollout, slow_lines, waterfall, waterfall_lines
-from headrace.actors.slowness.verdicts import explain
-from headrace.actors.slowness.waterfall_html import WIDTH, verdict_text, waterfall_fragment, waterfall_page
+from headrace.actors.telemetry.slow import advice
+from headrace.actors.telemetry.slow.comparison import compare
+from headrace.actors.telemetry.slow.reading import read_times
+from headrace.actors.telemetry.slow.terminal_text import (
+    chosen,
+    place_of_rollout,
+    slow_lines,
+    waterfall,
+    waterfall_lines,
+)
+from headrace.actors.telemetry.slow.verdicts import explain
+from headrace.actors.telemetry.slow.waterfall_html import WIDTH, verdict_text, waterfall_fragment, waterfall_page
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.breakdown import Breakdown

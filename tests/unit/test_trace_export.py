@@ -13,17 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import headrace.actors.cli.app as cli
-from headrace.actors.observer.actor import Observer
 from headrace.actors.record.files.node_copies import NODES
 from headrace.actors.record.files.running import FOLDER as RUNNING
 from headrace.actors.record.files.running import RunningFile, RunningRollout, write_running
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.older_configs import recorded
-from headrace.actors.traces.attempts import slow_or_failed
-from headrace.actors.traces.exporting import CURSOR, Cursor, TraceExport
-from headrace.actors.traces.exporting import FOLDER as OBSERVER
-from headrace.actors.traces.receiver import Receiver
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.telemetry.page.actor import Observer
+from headrace.actors.telemetry.spans.attempts import slow_or_failed
+from headrace.actors.telemetry.spans.exporting import CURSOR, Cursor, TraceExport
+from headrace.actors.telemetry.spans.exporting import FOLDER as OBSERVER
+from headrace.actors.telemetry.spans.receiver import Receiver
+from headrace.actors.telemetry.spans.store import FOLDER, SpanFolder
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.trajectories.types import Cause, RolloutOrder
@@ -38,8 +38,8 @@ TASKS = cases.SMALL.model_copy(update={"group_size": 60, "batch_size": 60})
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from headrace.actors.traces.exporting import TraceExport
-from headrace.actors.traces.receiver import Receiver
+from headrace.actors.telemetry.spans.exporting import TraceExport
+from headrace.actors.telemetry.spans.receiver import Receiver
 
 class Dying:
     def __init__(self, url, number):

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
-from headrace.actors.slowness.survival import Lognormal, SurvivalCurve
+from headrace.actors.telemetry.slow.survival import Lognormal, SurvivalCurve
 from headrace.actors.tuning.duration_fit import fit
 from headrace.actors.tuning.mixed_model import fit_mixed
 from headrace.actors.tuning.records import LEAST_FINISHED, Observation, Recording

@@ -27,7 +27,7 @@ from benches.tracing.pairs import Pairs, alternated
 from benches.tracing.span import measure_span
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
-from headrace.actors.traces.store import FOLDER, SpanFolder
+from headrace.actors.telemetry.spans.store import FOLDER, SpanFolder
 from headrace.serve.tracing import span_names
 from headrace.serve.tracing.telemetry import TelemetryConfig
 

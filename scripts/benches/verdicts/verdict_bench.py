@@ -25,9 +25,9 @@ from benches.verdicts.planted import CAUSES, Cause, Planted, planted_run
 from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
 from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.slowness.factors import LEAST_SUPPORT
-from headrace.actors.slowness.reading import read_times
-from headrace.actors.slowness.verdicts import SlowReport, explain
+from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT
+from headrace.actors.telemetry.slow.reading import read_times
+from headrace.actors.telemetry.slow.verdicts import SlowReport, explain
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.trajectories.types import RolloutId
 

@@ -1,0 +1,1 @@
+"""What a run shows: slow rollouts, spans, metrics for Prometheus, and the page."""

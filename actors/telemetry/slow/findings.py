@@ -1,0 +1,177 @@
+"""Which rollouts were slow, by how much in each part, and which others the same parts held up.
+
+Invariants:
+- A rollout is slow against its cohort; where a whole task is slow in one part, against the other tasks; and where a
+  common factor slows so much of a cohort that its p95 is that of slow ones, because of the factor.
+- Excess is the seconds that the median would save; it is never negative.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.actors.telemetry.slow.cohort import Cohorts
+from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT, Factor, Held
+from headrace.actors.telemetry.slow.rows import RUNNING
+from headrace.actors.telemetry.slow.windows import Windows
+from headrace.buffer.trajectories.breakdown import TOOL
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+Factors = Mapping[str, Sequence[tuple[Factor, frozenset[int]]]]
+
+RATIO: Final = 1.5
+"""A slow rollout takes longer than this many times the median of its cohort."""
+HELD_UP: Final = 0.5
+"""A part held a rollout up if it took this share of a typical rollout longer than its own median."""
+OUTLYING: Final = 6.0
+"""A task is slow in a part, or as a whole, if its median exceeds that of all tasks by this many robust standard
+deviations (1.4826 times the median absolute deviation of the tasks' medians) ..."""
+LEAST_SHARE: Final = 0.5
+"""... and by this share of a typical rollout's total."""
+LEAST_TASKS: Final = 4
+LEAST_MEMBERS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A slow rollout before its factor is known; `against` is `cohort`, `tasks` or `factor`, `excess_s` are the seconds
+    of its parts above what is typical of them, where they are any, and `causes` is the part with the most excess, or
+    two if it has less than half of all."""
+
+    against: str
+    excess_s: Mapping[str, float]
+    causes: tuple[str, ...]
+
+    @property
+    def total_excess_s(self) -> float:
+        return sum(self.excess_s.values())
+
+
+def against_cohort(cohorts: Cohorts, medians: Floats, places: Places, against: str) -> dict[int, Found]:
+    """Return these rollouts with their excess over the medians of their cohorts."""
+    typical = cohorts.part_quantiles(places, (0.5,))[0][:, 0]
+    return _found(cohorts, places, against, typical, medians[places])
+
+
+def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
+    """Return the rollouts of tasks that are slow as a whole beside the other tasks: in one part or, where several take
+    a little longer, in all parts together. Their own cohorts would hide it."""
+    tasks = {key: places for key, places in cohorts.by_task.items() if len(places) >= LEAST_MEMBERS}
+    by_recipe: defaultdict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+    for key in tasks:
+        by_recipe[key[:2]].append(key)
+    found: dict[int, Found] = {}
+    for keys in by_recipe.values():
+        if len(keys) < LEAST_TASKS:
+            continue
+        of_parts = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
+        medians = np.column_stack((of_parts, of_parts.sum(axis=1)))
+        middle = np.median(medians, axis=0)
+        spread = 1.4826 * np.median(np.abs(medians - middle), axis=0)
+        total_s = float(middle[-1])
+        least_s = LEAST_SHARE * total_s
+        above = medians - middle
+        outlying = (above > OUTLYING * spread) & (above > least_s)
+        for number in np.nonzero(outlying.any(axis=1))[0]:
+            members, in_parts = tasks[keys[number]], np.nonzero(outlying[number, :-1])[0]
+            if len(in_parts):
+                part = in_parts[np.argmax(above[number, in_parts])]
+                over_s = cohorts.seconds[members, part] - middle[part]
+            else:
+                over_s = cohorts.totals[members] - total_s
+            slow = members[over_s > least_s]
+            typical = np.broadcast_to(middle[:-1], (len(slow), len(middle) - 1))
+            found |= _found(cohorts, slow, "tasks", typical, np.full(len(slow), total_s))
+    return found
+
+
+def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found]) -> dict[str, Held]:
+    """Return the rollouts that each part held up: the slow ones of which it is the cause, and those in which it took
+    longer than its median by `HELD_UP` of a typical rollout, since a factor slows more rollouts than lie above the p95.
+    Several tools are also counted together, as `TOOL`, since what slows a sandbox slows them all."""
+    tools = [part for part in cohorts.parts if part.startswith(TOOL)]
+    groups = {part: [part] for part in cohorts.parts if part != RUNNING}
+    if len(tools) > 1:
+        groups[TOOL] = tools
+    columns = {name: [cohorts.column[part] for part in parts] for name, parts in groups.items()}
+    spent_s = {name: cohorts.seconds[:, some].sum(axis=1) for name, some in columns.items()}
+    least_s = HELD_UP * medians
+    longer = np.zeros(len(cohorts.rows), dtype=np.bool_)
+    for seconds in spent_s.values():
+        longer |= seconds > least_s
+    candidates = np.nonzero(cohorts.finished & longer)[0]
+    typical = cohorts.part_quantiles(candidates, (0.5,))[0][:, 0]
+    windows, held_up = Windows(cohorts), {}
+    caused: defaultdict[str, list[int]] = defaultdict(list)
+    for place, each in found.items():
+        caused[each.causes[0]].append(place)
+    for name, parts in groups.items():
+        above_s = spent_s[name][candidates] - typical[:, columns[name]].sum(axis=1)
+        held = above_s > least_s[candidates]
+        excess_s = dict(zip(candidates[held].tolist(), above_s[held].tolist(), strict=True))
+        for part in parts:
+            for place in caused[part]:
+                excess_s.setdefault(place, found[place].excess_s.get(part, 0.0))
+        if len(excess_s) >= LEAST_SUPPORT:
+            begin_s, end_s = windows.of(name)
+            held_up[name] = Held(
+                places=np.array(list(excess_s), dtype=np.int64),
+                excess_s=np.array(list(excess_s.values())),
+                spent_s=spent_s[name],
+                begin_s=begin_s,
+                end_s=end_s,
+            )
+    return held_up
+
+
+def slow_by_factor(
+    cohorts: Cohorts, medians: Floats, held_up: Mapping[str, Held], factors: Factors, found: Mapping[int, Found]
+) -> dict[int, Found]:
+    """Return the rollouts that a part with a common factor held up, that have the factor and are above 1.5 times the
+    median of their cohort, but not above its p95: if a factor slows more than 5 % of a cohort, its p95 is that of slow
+    ones."""
+    carriers = {
+        place
+        for part, some in factors.items()
+        for _, places in some
+        for place in places.intersection(held_up[part].places.tolist())
+        if cohorts.totals[place] > RATIO * medians[place]
+    }
+    hidden = np.array(sorted(carriers - found.keys()), dtype=np.int64)
+    return {
+        place: each
+        for place, each in against_cohort(cohorts, medians, hidden, "factor").items()
+        if factor_of(each.causes[0], place, factors) is not None
+    }
+
+
+def factor_of(part: str, place: int, factors: Factors) -> Factor | None:
+    """Return the most convincing factor of this part that a rollout has: of a tool also one of all tools together."""
+    both = (*factors.get(part, ()), *(factors.get(TOOL, ()) if part.startswith(TOOL) else ()))
+    return next((factor for factor, places in both if place in places), None)
+
+
+def _found(cohorts: Cohorts, places: Places, against: str, typical_s: Floats, total_s: Floats) -> dict[int, Found]:
+    """Return these rollouts by place; `typical_s` are the seconds that are typical of each part, of shape (places,
+    parts), and `total_s` of all parts together."""
+    seconds, typical_s = cohorts.seconds[places], typical_s.copy()
+    if (column := cohorts.column.get(RUNNING)) is not None:
+        # A running attempt has no parts yet; it is compared as a whole.
+        typical_s[:, column] = np.where(seconds[:, column] > 0, total_s, 0.0)
+    excess_s = np.maximum(0.0, seconds - typical_s)
+    # Parts are in the order of a rollout, so of equal ones the first counts.
+    most = np.argsort(np.where(seconds > 0, -excess_s, np.inf), axis=1, kind="stable")[:, :2].tolist()
+    found = {}
+    for place, own_s, order in zip(places.tolist(), excess_s.tolist(), most, strict=True):
+        enough = 2 * own_s[order[0]] >= sum(own_s)
+        causes = tuple(cohorts.parts[column] for column in (order[:1] if enough else order))
+        above_s = {part: seconds for part, seconds in zip(cohorts.parts, own_s, strict=True) if seconds}
+        found[place] = Found(against=against, excess_s=above_s, causes=causes)
+    return found

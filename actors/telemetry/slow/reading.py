@@ -1,0 +1,211 @@
+"""Reads the rows and what the run did meanwhile from a run directory.
+
+Invariants:
+- Only the columns that verdicts need are read, from the ledger and its archive; trajectories and spans are not.
+- Nothing is changed; older ledgers, archived groups included, answer with their phases.
+- Without metrics the verdicts rest on the ledger alone, and `missing` says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.telemetry.slow.meanwhile import add_metrics, intervals_of_ledger
+from headrace.actors.telemetry.slow.rows import (
+    BUFFER_WAIT,
+    DISPATCH,
+    EARLIER_ATTEMPTS,
+    RUNNING,
+    SEAL_WAIT,
+    STALENESS_WAIT,
+    TOLERANCE_S,
+    UNATTRIBUTED,
+    RolloutTime,
+    RunTimes,
+    StepTime,
+)
+from headrace.buffer.audit.evidence import begin_with_archive, reading
+from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.trajectories.breakdown import OTHER, Label
+from headrace.buffer.trajectories.types import Cause
+
+ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
+"""Causes of attempts that ended by themselves."""
+_ATTEMPT: Final = (
+    "rollout_id",
+    "attempt",
+    "version",
+    "issued_at_s",
+    "ended_at_s",
+    "cause",
+    "turns",
+    "phases_s",
+    "host",
+    "charged_to",
+    "breakdown",
+    "offered",
+)
+
+
+def read_times(run_dir: Path) -> RunTimes:
+    """Read a run. Raises LedgerRefused when there is no ledger that this version of headrace can read."""
+    directory = RunDirectory.at(run_dir)
+    with reading(directory.path) as (database, archive):
+        attached, damage = begin_with_archive(database, archive)
+        rows = JoinedRows(database, attached=attached)
+        steps = committed_steps(rows)
+        groups = {
+            group_id: (task_id, ended_at_s)
+            for group_id, task_id, ended_at_s in rows.select("groups", ("group_id", "task_id", "ended_at_s"))
+        }
+        members = list(rows.select("rollouts", ("rollout_id", "group_id", "attempt", "state")))
+        attempts: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
+        for row in rows.select("attempts", _ATTEMPT):
+            attempts[row[0]].append(row)
+        intervals = list(intervals_of_ledger(rows, steps))
+    trained = {rollout: step for step in steps for rollout in step.rollouts}
+    signs = (max(row[3], row[4] or 0.0) for tries in attempts.values() for row in tries)
+    now_s = max(max(signs, default=0.0), max((step.committed_at_s for step in steps), default=0.0))
+    found = []
+    for rollout_id, group_id, _, state in members:
+        if tries := attempts.get(rollout_id):
+            # A compound query has no order.
+            tries.sort(key=lambda row: row[1])
+            task, sealed_at_s = groups[group_id]
+            found.append(_row(tries, str(task), group_id, sealed_at_s, trained.get(rollout_id), now_s, state))
+    missing = list(damage)
+    measured = any(row[10] is not None for tries in attempts.values() for row in tries)
+    if found and not measured:
+        missing.append("no attempt has a breakdown: the run is of an older headrace, and answers with its phases")
+    add_metrics(directory.metrics, intervals, missing)
+    return RunTimes(rows=tuple(found), steps=tuple(steps), meanwhile=tuple(intervals), missing=tuple(missing))
+
+
+def _row(
+    tries: Sequence[Sequence[Any]],
+    task: str,
+    group: str,
+    sealed_at_s: float | None,
+    trained: StepTime | None,
+    now_s: float,
+    state: str,
+) -> RolloutTime:
+    """Return the row of a rollout from its attempts in order."""
+    first, last = tries[0], tries[-1]
+    _, attempt, version, issued_s, ended_s, cause, turns, phases, host, _, breakdown, _ = last
+    # A reissue that waits for a slot, or the ledger's clock stepped back.
+    end_s = max(issued_s, now_s if ended_s is None else ended_s)
+    spent_s = end_s - issued_s
+    parts, labels, clock_s = _parts(breakdown, phases, spent_s, ended=ended_s is not None)
+    labels["task"] = task
+    if host:
+        labels["host"] = host
+    if turns:
+        labels.setdefault("turns", turns)
+    if len(tries) > 1:
+        labels.update(_failures(tries[:-1]))
+        parts = _before(tries) | parts
+    waits = {}
+    if ended_s is not None and sealed_at_s is not None:
+        waits[SEAL_WAIT] = max(0.0, sealed_at_s - ended_s)
+        if trained is not None:
+            waits[BUFFER_WAIT] = max(0.0, trained.leased_at_s - max(sealed_at_s, ended_s))
+    return RolloutTime(
+        rollout_id=last[0],
+        attempt=attempt,
+        task=task,
+        group=group,
+        step=int(version.rpartition(".")[2]),
+        issued_at_s=min(first[3], issued_s),
+        last_issued_at_s=issued_s,
+        total_s=sum(parts.values()),
+        parts_s=parts,
+        labels=labels,
+        waits_s=waits,
+        agent=str(labels.get("agent", "")),
+        ended_at_s=None if ended_s is None else end_s,
+        finished=ended_s is not None and cause in ENDED,
+        ready_at_s=None if ended_s is None else max(end_s, sealed_at_s or 0.0),
+        trained_step=None if trained is None else trained.step,
+        cause=cause or state,
+        clock_s=clock_s,
+    )
+
+
+def _failures(tries: Sequence[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the hosts on which attempts failed, and what they are charged to."""
+    failed = sorted({row[8] for row in tries if row[5] == Cause.INFRA and row[8]})
+    charged = sorted({row[9] for row in tries if row[9]})
+    return ({"failed_on": tuple(failed)} if failed else {}) | ({"failed_by": tuple(charged)} if charged else {})
+
+
+def _before(tries: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Return the time before the last attempt: the staleness bound ends an attempt with a result, or cancels it."""
+    parts: dict[str, float] = {}
+    for row, following in pairwise(tries):
+        stale = row[5] is None or row[5] == Cause.CANCELLED or row[5] in ENDED
+        part = STALENESS_WAIT if stale else EARLIER_ATTEMPTS
+        parts[part] = parts.get(part, 0.0) + max(0.0, following[3] - row[3])
+    return parts
+
+
+def measured_parts(breakdown: str) -> tuple[dict[str, float], dict[str, Label]]:
+    """Return the seconds by part and the labels of a stored breakdown."""
+    document = orjson.loads(breakdown)
+    parts: dict[str, float] = document["parts_s"]
+    if min(parts.values(), default=0.0) < 0:
+        parts = {part: max(0.0, seconds) for part, seconds in parts.items()}
+    return parts, document["labels"]
+
+
+def _parts(
+    breakdown: str | None, phases: str, spent_s: float, *, ended: bool
+) -> tuple[dict[str, float], dict[str, Label], float]:
+    """Return parts that add up to the time since the issue, labels, and the disagreement of clocks in seconds."""
+    labels: dict[str, Label] = {}
+    rest = DISPATCH
+    if breakdown is not None:
+        parts, labels = measured_parts(breakdown)
+    else:
+        parts = {}
+        for part, seconds in orjson.loads(phases):
+            parts[part] = parts.get(part, 0.0) + max(0.0, seconds)
+        rest = OTHER if parts else UNATTRIBUTED if ended else RUNNING
+    measured_s = sum(parts.values())
+    if (left_s := spent_s - measured_s) > 0:
+        parts[rest] = parts.get(rest, 0.0) + left_s
+    # The worker measures durations on one clock, so they count; the ledger's times come from another.
+    return parts, labels, -left_s if ended and left_s < -TOLERANCE_S else 0.0
+
+
+def committed_steps(rows: JoinedRows) -> list[StepTime]:
+    """Return the steps that no resume has undone, in order."""
+    batches = {
+        batch_id: (members, leased_at_s)
+        for batch_id, members, leased_at_s in rows.select("batches", ("batch_id", "members", "leased_at_s"))
+    }
+    commits = rows.select(
+        "commits", ("sequence", "batch_id", "version", "committed_at_s"), where="rolled_back_by IS NULL"
+    ).fetchall()
+    steps, free_at_s = [], 0.0
+    for _, batch_id, version, committed_at_s in sorted(commits):
+        if batch_id in batches:
+            members, leased_at_s = batches[batch_id]
+            steps.append(
+                StepTime(
+                    step=int(version.rpartition(".")[2]),
+                    rollouts=tuple(member[0] for member in orjson.loads(members)),
+                    leased_at_s=leased_at_s,
+                    committed_at_s=committed_at_s,
+                    free_at_s=free_at_s,
+                )
+            )
+        free_at_s = committed_at_s
+    return steps

@@ -1,0 +1,197 @@
+"""Sends chosen traces of a run to a collector: those of slow, failed and stuck rollouts, of what the run does meanwhile
+(steps, pushes, evaluations), and a hashed share of the others.
+
+Invariants:
+- The ledger says which attempts have ended, and the span files have their spans: nothing is buffered, so an outage of
+  the collector costs neither memory nor spans, and the traces follow when it is back.
+- No span is sent twice, also after kill -9: what is about to be sent is recorded first, and what was being sent when
+  the process died is not sent again, but counted as `unconfirmed`.
+- A stuck rollout is sent as far as it is known, and the rest when it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, Protocol
+
+import orjson
+
+from headrace.actors.record.files.run_directory import RunDirectory, identity_of
+from headrace.actors.telemetry.slow.in_flight import in_flight
+from headrace.actors.telemetry.spans.attempts import ended_attempts, slow_traces
+from headrace.actors.telemetry.spans.receiver import BATCH_SPANS
+from headrace.actors.telemetry.spans.store import SpanFolder
+from headrace.buffer.primitives.durable_files import replace_file
+from headrace.serve.tracing import span_names as names
+from headrace.serve.tracing.tracing import trace_id_text
+
+
+class SendsSpans(Protocol):
+    """A collector."""
+
+    def send(self, spans: Iterable[Mapping[str, Any]]) -> bool: ...
+
+
+FOLDER: Final = "observer"
+"""Folder of the observer's files in the run's state."""
+CURSOR: Final = "exported.json"
+"""What has been sent, in that folder."""
+GRACE_S: Final = 15.0
+"""Time after the end of an attempt until which its spans may still come: other processes write every second, other
+nodes send their files every few seconds."""
+MAX_ATTEMPTS: Final = 500
+"""Attempts that are decided in one round."""
+TRACES_READ: Final = 64
+"""Traces whose spans are in memory at once."""
+SLOW_OR_FAILED, STUCK, MEANWHILE, SHARE = "slow_or_failed", "stuck", "meanwhile", "share"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Cursor:
+    """What was decided and sent. Attempts that ended before `through_s` are decided. `open` are the chosen traces that
+    are still to be sent, with the time since which their spans count and the reason; `sending` those that are being
+    sent now; `stuck` the end of what was sent of traces that go on, in nanoseconds."""
+
+    through_s: float = 0.0
+    open: dict[str, tuple[int, str]] = field(default_factory=dict)
+    since_s: float = 0.0
+    sending: list[str] = field(default_factory=list)
+    stuck: dict[str, int] = field(default_factory=dict)
+    spans: int = 0
+    traces: int = 0
+    unconfirmed: int = 0
+    """Traces that were being sent when the process died."""
+
+    @classmethod
+    def read(cls, path: Path) -> Cursor:
+        """Return the cursor in a file; a new one without it. Raises OSError, ValueError."""
+        if not path.exists():
+            return cls()
+        document = orjson.loads(path.read_bytes())
+        return cls(**document | {"open": {trace: (since, why) for trace, (since, why) in document["open"].items()}})
+
+
+class TraceExport:
+    """Export of one run to one collector. Blocking; one process at a time, whose rounds wait for each other."""
+
+    def __init__(self, run_dir: Path, receiver: SendsSpans, share: float) -> None:
+        """Continue where the run's last export ended. Raises OSError, ValueError for a damaged cursor."""
+        self._directory = RunDirectory.at(run_dir)
+        self._receiver, self._share = receiver, share
+        self._store = SpanFolder.of_run(self._directory.path)
+        self._path = self._directory.path / FOLDER / CURSOR
+        self._path.parent.mkdir(exist_ok=True)
+        self._one = Lock()
+        self.cursor = Cursor.read(self._path)
+        if self.cursor.sending:
+            self.cursor.unconfirmed += len(self.cursor.sending)
+            logger.warning(
+                "%d traces were being sent at the last end, and are not sent again", len(self.cursor.sending)
+            )
+            self._settle(self.cursor.sending)
+
+    def round(self, *, grace_s: float = GRACE_S) -> bool:
+        """Decide the attempts that have ended since the last round, and send what was chosen. Return whether everything
+        that is known was sent. Raises OSError, LedgerRefused; the collector's failures are no errors."""
+        with self._one:
+            until_s = time.time() - grace_s
+            # What an outage or a restart left comes first.
+            if self.cursor.open and not self._send_open():
+                return False
+            self._decide(until_s)
+            return self._send_open() and self.cursor.through_s >= until_s
+
+    def _send_open(self) -> bool:
+        """Send the open traces; return whether the collector took them all."""
+        cursor = self.cursor
+        for batch in batches(self._store, cursor):
+            cursor.sending = list(batch)
+            self._store_cursor()
+            if not self._receiver.send(span for spans in batch.values() for span in spans):
+                # The collector said no, or did not answer; it is asked again in the next round.
+                cursor.sending = []
+                self._store_cursor()
+                return False
+            cursor.spans += sum(map(len, batch.values()))
+            cursor.traces += len(batch)
+            for trace, spans in batch.items():
+                if cursor.open[trace][1] == STUCK:
+                    cursor.stuck[trace] = max(span["end_ns"] for span in spans)
+            self._settle(cursor.sending)
+        # What was chosen and has no span in the files (any more).
+        self._settle(list(cursor.open))
+        return True
+
+    def _decide(self, until_s: float) -> None:
+        cursor = self.cursor
+        attempts = [
+            each for each in ended_attempts(self._directory.path, cursor.through_s) if each.ended_at_s < until_s
+        ]
+        if len(attempts) > MAX_ATTEMPTS:
+            until_s = attempts[MAX_ATTEMPTS].ended_at_s
+            attempts = [each for each in attempts if each.ended_at_s < until_s] or attempts
+        if until_s <= cursor.through_s:
+            return
+        slow = slow_traces(self._directory.path) if attempts else frozenset()
+        chosen: dict[str, tuple[int, str]] = {}
+        for each in attempts:
+            if each.failed or each.trace_id in slow or each.trace_id in cursor.stuck:
+                chosen[each.trace_id] = cursor.stuck.pop(each.trace_id, 0), SLOW_OR_FAILED
+            elif int(each.trace_id[:8], 16) < self._share * 2**32:
+                chosen[each.trace_id] = 0, SHARE
+        began_s = [each.ended_at_s - each.wall_s for each in attempts if each.trace_id in chosen]
+        for trace, age_s in stuck_traces(self._directory):
+            if trace not in cursor.stuck:
+                began_s.append(time.time() - age_s)
+                chosen.setdefault(trace, (0, STUCK))
+        cursor.since_s = min([cursor.through_s or until_s, *began_s]) - 60.0
+        for span in self._store.spans(since_s=cursor.through_s, until_s=until_s, roots=True):
+            if span["name"] != names.ROLLOUT:
+                chosen[span["trace_id"]] = 0, MEANWHILE
+        cursor.open, cursor.through_s = chosen, until_s
+        self._store_cursor()
+
+    def _settle(self, traces: Iterable[str]) -> None:
+        for trace in traces:
+            self.cursor.open.pop(trace, None)
+        self.cursor.sending = []
+        self._store_cursor()
+
+    def _store_cursor(self) -> None:
+        replace_file(self._path, orjson.dumps(asdict(self.cursor)))
+
+
+def batches(store: SpanFolder, cursor: Cursor) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Yield the spans of the open traces by trace, in batches of about `BATCH_SPANS`."""
+    chosen = list(cursor.open)
+    for start in range(0, len(chosen), TRACES_READ):
+        traces = chosen[start : start + TRACES_READ]
+        spans: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        for span in store.spans(since_s=cursor.since_s, traces=traces):
+            if span["end_ns"] > cursor.open[span["trace_id"]][0]:
+                spans[span["trace_id"]].append(span)
+        batch: dict[str, list[dict[str, Any]]] = {}
+        for trace in traces:
+            if trace in spans:
+                batch[trace] = spans[trace]
+            if sum(map(len, batch.values())) >= BATCH_SPANS:
+                yield batch
+                batch = {}
+        if batch:
+            yield batch
+
+
+def stuck_traces(directory: RunDirectory) -> Iterator[tuple[str, float]]:
+    """Yield the traces of rollouts that run far longer than their cohort, and their ages in seconds."""
+    run_id = identity_of(directory)
+    for row in in_flight(directory, driven=directory.is_driven()):
+        if row.stuck and not row.interrupted:
+            yield trace_id_text(run_id, row.rollout_id, row.attempt), row.age_s
