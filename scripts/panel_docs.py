@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from headrace.serve.tracing.progress import Progress, panel
+from headrace.actors.run.progress import Progress, panel
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "panel.svg"
 TITLE = "headrace run scripts/recipes/quickstart.toml"

@@ -37,8 +37,8 @@ from headrace.buffer.core.outages import utc
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
-    from headrace.actors.cluster.section import ClusterSection
     from headrace.actors.record.files.log_lines import Wanted
+    from headrace.actors.run.placement import ClusterSection
     from headrace.actors.runs.client import RunsClient
     from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
@@ -181,8 +181,8 @@ def submission_access(
 ) -> Access | None:
     """Return the way to the cluster on which a recipe is to run, by the options or by its own `cluster.address`; None
     to run it here. Raises ConfigError."""
-    from headrace.actors.cluster.section import LOCAL, cluster_section
     from headrace.actors.run.config import read_recipe
+    from headrace.actors.run.placement import LOCAL, cluster_section
 
     if url is not None:
         return access(url, key_file, address, owner)

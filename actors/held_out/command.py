@@ -40,6 +40,7 @@ from headrace.actors.run.launch import (
 )
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_sampling, recipe_digest
+from headrace.actors.run.progress import starting
 from headrace.actors.run.sections import ModelSection
 from headrace.actors.runtime.actors.interrupts import Interrupts
 from headrace.actors.runtime.actors.operations import ABSENCE
@@ -54,7 +55,6 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.learners.checkpoint_retention import best_checkpoint, kept_checkpoints, version_of
 from headrace.policies.learners.checkpoints import check_checkpoint, list_checkpoints
 from headrace.policies.models.model_files import weight_files
-from headrace.serve.tracing.progress import starting
 
 START_VERSION = PolicyVersion(1, 0)
 """Version given to a recipe's model, as in a run."""

@@ -22,6 +22,7 @@ from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import ServiceParts, supervised_actors
+from headrace.actors.run.progress import Progress
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_of
 from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
@@ -29,7 +30,6 @@ from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learner import WeightsSnapshot
-from headrace.serve.tracing.progress import Progress
 
 SUPERVISION_S = 1.0
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.rollouts.rollout import ANSWER_S, RolloutConfig
+from headrace.actors.run.placement import ClusterSection
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.gateway.http.config import GatewaySection
 

@@ -19,22 +19,22 @@ from typing import Any, Final, Self, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.actors.agents.registry.config import AgentKind, AgentSection
-from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.registry import address
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
-from headrace.actors.mix import section as sources
-from headrace.actors.mix.section import TaskSets, TasksSection
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run import clocks
+from headrace.actors.run import sources as sources
+from headrace.actors.run.placement import ClusterSection
 from headrace.actors.run.sections import (
     EvaluationSection,
     ModelSection,
     SamplingSection,
     ServiceSection,
 )
+from headrace.actors.run.sources import TaskSets, TasksSection
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.recipe_section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName

@@ -44,7 +44,6 @@ from headrace.actors.evaluation.by_service.scoring import check_service_evaluato
 from headrace.actors.evaluation.graders.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.graders.repository import REPOSITORY_RUNS
 from headrace.actors.evaluation.graders.verifier import VERIFIER_RUNS
-from headrace.actors.mix.section import KEY
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.record.files.disk_space import needing_space
 from headrace.actors.record.files.log_warnings import TerminalWarnings
@@ -56,7 +55,9 @@ from headrace.actors.run.config import RunConfig, explain, resolve
 from headrace.actors.run.older_configs import recorded, upgraded
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
+from headrace.actors.run.progress import Progress, ProgressDisplay, starting
 from headrace.actors.run.service import Service
+from headrace.actors.run.sources import KEY
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.actors.call_guard import guard, keep_running
 from headrace.actors.runtime.actors.interrupts import Interrupts
@@ -94,7 +95,6 @@ from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.gateway.http.placement import most_processes
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
-from headrace.serve.tracing.progress import Progress, ProgressDisplay, starting
 
 Allow = Callable[[Iterable[Task]], None]
 
@@ -651,6 +651,6 @@ def write_summary(directory: RunDirectory, *, completed: bool) -> RunSummary:
 
 def _draw(directory: RunDirectory) -> None:
     """Draw reward.png from the metrics, if matplotlib is installed."""
-    from headrace.serve.tracing.plots import reward_png
+    from headrace.actors.run.plots import reward_png
 
     reward_png(read_metrics(directory.metrics), directory.picture)

@@ -22,7 +22,6 @@ from typing import Final, TypeVar, cast
 import orjson
 
 from headrace.actors.agents.registry.registry import make_agent
-from headrace.actors.cluster.section import LEARNER_BUNDLE, Unit
 from headrace.actors.engines.devices import local_gpus
 from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
@@ -40,6 +39,7 @@ from headrace.actors.rollouts.stations import SessionTerms, SourceParts, TaskCat
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import RunConfig, slime_terms
+from headrace.actors.run.placement import LEARNER_BUNDLE, Unit
 from headrace.actors.run.supervision import SupervisedActors, or_none
 from headrace.actors.runtime.actors.guarded_actors import GuardedActors
 from headrace.actors.runtime.actors.nodes import Role

@@ -21,7 +21,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
-from headrace.actors.cluster.node_drain import RunLeft, leave_node
 from headrace.actors.engines.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.housekeeping import thin_out_evaluations
@@ -29,7 +28,9 @@ from headrace.actors.record.files.metrics import EvaluationMetric, StallMetric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import RunConfig
+from headrace.actors.run.node_drain import RunLeft, leave_node
 from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
+from headrace.actors.run.progress import Progress
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import (
     STATUS_TIMEOUT_S,
@@ -49,7 +50,6 @@ from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks.task import load_tasks
 from headrace.buffer.trajectories.types import GroupId, StepReport
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
-from headrace.serve.tracing.progress import Progress
 
 R = TypeVar("R")
 

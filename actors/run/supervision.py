@@ -25,6 +25,7 @@ from headrace.actors.record.files.utilisation import SERVICE, Station, StationLo
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
+from headrace.actors.run.progress import Progress
 from headrace.actors.runtime.actors.call_guard import AwakeClock
 from headrace.actors.runtime.actors.recording import record
 from headrace.actors.runtime.actors.runtime import Runtime
@@ -36,7 +37,6 @@ from headrace.actors.training.replay import Replay, parked_line
 from headrace.buffer.core.replay import BufferStatus, SourceStatus
 from headrace.sandboxes.pool.pool import PoolStatus
 from headrace.serve.gateway.http.gateway import GatewayStats
-from headrace.serve.tracing.progress import Progress
 
 if TYPE_CHECKING:
     from headrace.actors.engines.group import EngineGroup

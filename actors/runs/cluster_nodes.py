@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.actors.cluster.checks import Node
-from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.cluster.probe import living_nodes
 from headrace.actors.errors import ActorError, ActorLost, ConfigError
+from headrace.actors.run.node_drain import RunLeft
 from headrace.actors.run.service import Service
 from headrace.actors.runs.contract import LEAVE_S, NodeDrained, NodeStatus
 from headrace.actors.runs.layout import ClusterTerms

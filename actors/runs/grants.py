@@ -26,8 +26,8 @@ from headrace.actors.agents.registry.registry import AGENTS
 from headrace.actors.environments.registry import ENVIRONMENTS
 from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.evaluation.graders.plugins import EVALUATORS
-from headrace.actors.mix.section import KEY
 from headrace.actors.run.config import SECRET, RunConfig, named_values
+from headrace.actors.run.sources import KEY
 from headrace.actors.runs.quotas import Quota, Quotas
 from headrace.actors.runs.records import Caller
 from headrace.actors.runs.table import NAME

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Final, NoReturn, Self
 
 from headrace.actors.cluster.head_watch import HeadWatch
-from headrace.actors.cluster.section import CLUSTER_ABSENT_S
 from headrace.actors.errors import ConfigError, RunRefused
 from headrace.actors.record.files.absences import read_absences
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
+from headrace.actors.run.placement import CLUSTER_ABSENT_S
 from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runs.cluster_nodes import ClusterNodes
 from headrace.actors.runs.contract import NodeDrained

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.mix.section import KEY
 from headrace.actors.run.overlays import load_layered
+from headrace.actors.run.sources import KEY
 from headrace.actors.simulation.plan import SimulationPlan
 
 _NAMED = ("batch_size", "group_size", "max_staleness", "mode", "rule")

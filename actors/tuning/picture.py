@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
+from headrace.actors.run.plots import AMBER, DEEP, INK, MIST, STONE, WATER
 from headrace.actors.tuning.result import COLUMNS, TuningResult, cells
-from headrace.serve.tracing.plots import AMBER, DEEP, INK, MIST, STONE, WATER
 
 if TYPE_CHECKING:
     from headrace.actors.tuning.search import SearchResult

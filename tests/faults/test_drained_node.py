@@ -15,11 +15,11 @@ from benches.orchestration import immediate_parts, prepare_directory, without_sp
 
 from headrace.actors.agents.programs.agent import AgentReport
 from headrace.actors.agents.programs.immediate import ImmediateAgent
-from headrace.actors.cluster.node_drain import leave_node
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
+from headrace.actors.run.node_drain import leave_node
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool

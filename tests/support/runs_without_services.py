@@ -19,12 +19,12 @@ from typing import Any
 
 import orjson
 
-from headrace.actors.cluster.node_drain import RunLeft
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.engines.registry import EngineState, Origin
 from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
 from headrace.actors.run.changes import changed_document
 from headrace.actors.run.config import RunConfig, resolve, validated
+from headrace.actors.run.node_drain import RunLeft
 from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized

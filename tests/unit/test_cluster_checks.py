@@ -21,8 +21,8 @@ from headrace.actors.cluster.checks import (
 )
 from headrace.actors.cluster.connection import require_token
 from headrace.actors.cluster.probe import clock_offset_s, open_redis_function
-from headrace.actors.cluster.section import CLUSTER_ABSENT_S, ClusterSection, cluster_section
 from headrace.actors.errors import CannotBePlaced, ConfigError
+from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection, cluster_section
 from headrace.actors.runtime.actors.nodes import Bundle, Role
 
 VERSIONS = Versions(ray="2.60.0", headrace="0.1.0", python="3.11.7")

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from headrace.serve.tracing.plots import draw_success, draw_time, reward_png
-from headrace.serve.tracing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline, starting
+from headrace.actors.run.plots import draw_success, draw_time, reward_png
+from headrace.actors.run.progress import Progress, ProgressDisplay, panel, plain_line, sparkline, starting
 
 
 def progress(elapsed_s: float = 83.0) -> Progress:

@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from headrace.actors.errors import ConfigError, RoleTooSmall
-from headrace.actors.mix.section import OWN_TABLES
 from headrace.actors.run.config import RunConfig
+from headrace.actors.run.sources import OWN_TABLES
 from headrace.actors.runs import grants
 from headrace.actors.runs.grants import Rights
 from headrace.actors.runs.layout import ClusterTerms, config_of, create_run

@@ -16,10 +16,10 @@ import typer
 import yaml
 
 from headrace.actors.cli.app import app
-from headrace.actors.cluster.section import ClusterSection
 from headrace.actors.control import ControlArguments
 from headrace.actors.control.keys import KeyFile, Role, digest_of
 from headrace.actors.run.config import load_recipe
+from headrace.actors.run.placement import ClusterSection
 from headrace.actors.run.sections import ServiceSection
 from headrace.serve.sandbox_servers.e2b_state.images import load_images
 from headrace.serve.sandbox_servers.e2b_state.keys import load_keys

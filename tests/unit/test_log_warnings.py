@@ -23,7 +23,7 @@ from headrace.actors.record.files.log_warnings import (
 )
 from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.run.launch import watch
-from headrace.serve.tracing.progress import Progress, ProgressDisplay
+from headrace.actors.run.progress import Progress, ProgressDisplay
 from headrace.serve.tracing.retention import RetentionConfig
 from support.gateway_rig import until
 

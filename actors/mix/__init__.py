@@ -1,1 +1,0 @@
-"""The sources of tasks that a recipe names."""
