@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.cli.remote_runs import Access
-    from headrace.actors.runs.client import RunsClient
-    from headrace.actors.runs.contract import NodeDrained
+    from headrace.actors.cluster.runs.client import RunsClient
+    from headrace.actors.cluster.runs.contract import NodeDrained
 
 HERE: Final = "self"
 """Name of the node on which the command runs."""

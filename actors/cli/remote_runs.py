@@ -27,20 +27,20 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, engine_table, say, show, write_json
+from headrace.actors.cluster.runs.records import ActualState
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.files.absences import Absent
 from headrace.actors.record.files.log_lines import event_of
 from headrace.actors.record.files.log_warnings import SHOWN, WarningLines
-from headrace.actors.runs.records import ActualState
 from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
+    from headrace.actors.cluster.runs.client import RunsClient
+    from headrace.actors.cluster.runs.records import Recipe, RunEvent, RunRecord
     from headrace.actors.record.files.log_lines import Wanted
     from headrace.actors.run.placement import ClusterSection
-    from headrace.actors.runs.client import RunsClient
-    from headrace.actors.runs.records import Recipe, RunEvent, RunRecord
 
 T = TypeVar("T")
 
@@ -98,8 +98,8 @@ class OnCluster:
 
     def ask(self, work: Callable[[RunsClient], Awaitable[T]]) -> T:
         """See `Access.ask`. Raises StartFailed as well."""
-        from headrace.actors.cluster.connection import connected
-        from headrace.actors.runs.client import ClusterClient, find_runs, start_runs
+        from headrace.actors.cluster.nodes.connection import connected
+        from headrace.actors.cluster.runs.client import ClusterClient, find_runs, start_runs
 
         async def asked() -> T:
             section = self.section
@@ -111,7 +111,7 @@ class OnCluster:
 
     def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
         """See `Access.document`. Paths are relative to the recipe: this is a node of the cluster."""
-        from headrace.actors.runs.client import document_of_recipe
+        from headrace.actors.cluster.runs.client import document_of_recipe
 
         return document_of_recipe(recipe, overrides)
 
@@ -133,7 +133,7 @@ class Api:
 
     def ask(self, work: Callable[[RunsClient], Awaitable[T]]) -> T:
         """See `Access.ask`."""
-        from headrace.actors.control.client import ControlClient, read_key
+        from headrace.actors.cluster.api.client import ControlClient, read_key
 
         if self.key_file is None:
             raise ConfigError("--key-file is missing: name the file with your key for --url (or set HEADRACE_KEY_FILE)")
@@ -360,7 +360,7 @@ def resume_run(api: Access, run: str, *, changes: Sequence[str] = (), json: Path
 
 def recover_run(api: Access, run: str, *, json: Path | None = None) -> None:
     """Continue a run whose control node has lost its disk from its storage."""
-    from headrace.actors.runs.client import ClusterClient
+    from headrace.actors.cluster.runs.client import ClusterClient
 
     async def recover(client: RunsClient) -> RunRecord:
         if not isinstance(client, ClusterClient) or not _RUN_ID.fullmatch(run):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.cluster.runs.driver import RunDriver, Wishes
+from headrace.actors.cluster.runs.records import ActualState
 from headrace.actors.errors import DiskFull
 from headrace.actors.record.files.disk_space import WAITING, needing_space
 from headrace.actors.record.files.metrics import last_metric
@@ -22,8 +24,6 @@ from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.run.launch import change, lay_out, reopen
 from headrace.actors.run.overlays import load_layered
 from headrace.actors.run.service import Service
-from headrace.actors.runs.driver import RunDriver, Wishes
-from headrace.actors.runs.records import ActualState
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.buffer.audit.verify import verify
 from support import run_rig as rig

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.cluster.runs.driver import restore_marked
+from headrace.actors.cluster.runs.layout import TO_RESTORE
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.storage.restore import restore_run
-from headrace.actors.runs.driver import restore_marked
-from headrace.actors.runs.layout import TO_RESTORE
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify

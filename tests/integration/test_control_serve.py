@@ -16,11 +16,11 @@ import aiohttp
 import psutil
 import pytest
 
-from headrace.actors.control import ControlArguments, build
-from headrace.actors.control.client import ControlClient
+from headrace.actors.cluster.api import ControlArguments, build
+from headrace.actors.cluster.api.client import ControlClient
+from headrace.actors.cluster.runs.contract import ACTOR_NAME
+from headrace.actors.cluster.runs.records import ActualState, RunEvent
 from headrace.actors.errors import RunsMissing
-from headrace.actors.runs.contract import ACTOR_NAME
-from headrace.actors.runs.records import ActualState, RunEvent
 from headrace.actors.runtime.actors.nodes import NAMESPACE
 from headrace.actors.runtime.actors.runtime import ActorProxy, Host
 from support.control_rig import malformed, write_keys

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.actors.cluster.runs.log_pages import read_logs
 from headrace.actors.record.files.log_lines import logs_in
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
@@ -20,7 +21,6 @@ from headrace.actors.rollouts.answers import read_answers
 from headrace.actors.run.launch import reopen
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
-from headrace.actors.runs.log_pages import read_logs
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify

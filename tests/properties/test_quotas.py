@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.actors.cluster.runs.quotas import Quota, Quotas, load_quotas, next_to_start, refuse_oversized
+from headrace.actors.cluster.runs.records import ActualState, Demands, RunId, RunRecord
 from headrace.actors.errors import ConfigError, QuotaExceeded
-from headrace.actors.runs.quotas import Quota, Quotas, load_quotas, next_to_start, refuse_oversized
-from headrace.actors.runs.records import ActualState, Demands, RunId, RunRecord
 
 OWNERS = ("alice", "bob")
 LIMITS = st.one_of(st.none(), st.integers(0, 8))

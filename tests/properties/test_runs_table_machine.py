@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace.actors.errors import RunRefused, SubmissionConflict
-from headrace.actors.runs.records import (
+from headrace.actors.cluster.runs.records import (
     RAY_USER,
     TRANSITIONS,
     ActualState,
@@ -21,7 +20,8 @@ from headrace.actors.runs.records import (
     RunRecord,
     Submission,
 )
-from headrace.actors.runs.table import RunsTable
+from headrace.actors.cluster.runs.table import RunsTable
+from headrace.actors.errors import RunRefused, SubmissionConflict
 
 OWNERS = st.sampled_from(["alice", "bob"])
 NAMES = st.sampled_from(["a", "b", "c"])

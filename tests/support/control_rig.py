@@ -15,9 +15,9 @@ from typing import Any
 
 import orjson
 
-from headrace.actors.control.app import make_app
-from headrace.actors.control.keys import KeyFile
-from headrace.actors.runs.quotas import Quotas
+from headrace.actors.cluster.api.app import make_app
+from headrace.actors.cluster.api.keys import KeyFile
+from headrace.actors.cluster.runs.quotas import Quotas
 from support.runs_without_services import RECIPE, FoundRuns, RunsWithoutServices
 
 KEYS = {

@@ -19,16 +19,10 @@ from typing import Any
 
 import orjson
 
-from headrace.actors.engines.members_file import EngineStatus
-from headrace.actors.engines.registry import EngineState, Origin
-from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
-from headrace.actors.run.changes import changed_document
-from headrace.actors.run.config import RunConfig, resolve, validated
-from headrace.actors.run.node_drain import RunLeft
-from headrace.actors.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
-from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.quotas import Quotas, next_to_start, refuse_oversized
-from headrace.actors.runs.records import (
+from headrace.actors.cluster.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
+from headrace.actors.cluster.runs.grants import Rights
+from headrace.actors.cluster.runs.quotas import Quotas, next_to_start, refuse_oversized
+from headrace.actors.cluster.runs.records import (
     ActualState,
     Build,
     Caller,
@@ -39,7 +33,13 @@ from headrace.actors.runs.records import (
     RunRecord,
     Submission,
 )
-from headrace.actors.runs.table import RunsTable
+from headrace.actors.cluster.runs.table import RunsTable
+from headrace.actors.engines.members_file import EngineStatus
+from headrace.actors.engines.registry import EngineState, Origin
+from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefused
+from headrace.actors.run.changes import changed_document
+from headrace.actors.run.config import RunConfig, resolve, validated
+from headrace.actors.run.node_drain import RunLeft
 from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
 from headrace.actors.training.external_loop import ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.cluster.checks import (
+from headrace.actors.cluster.nodes.checks import (
     Node,
     NodeFacts,
     Versions,
@@ -19,8 +19,8 @@ from headrace.actors.cluster.checks import (
     refuse_too_large,
     refuse_unfit,
 )
-from headrace.actors.cluster.connection import require_token
-from headrace.actors.cluster.probe import clock_offset_s, open_redis_function
+from headrace.actors.cluster.nodes.connection import require_token
+from headrace.actors.cluster.nodes.probe import clock_offset_s, open_redis_function
 from headrace.actors.errors import CannotBePlaced, ConfigError
 from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection, cluster_section
 from headrace.actors.runtime.actors.nodes import Bundle, Role

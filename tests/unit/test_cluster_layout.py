@@ -8,14 +8,14 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.actors.cluster.runs.grants import Rights
+from headrace.actors.cluster.runs.layout import TO_RESTORE, ClusterTerms, build_of, config_of, create_run, recovered
+from headrace.actors.cluster.runs.quotas import Quotas
+from headrace.actors.cluster.runs.records import RAY_USER, Submission
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig
-from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.layout import TO_RESTORE, ClusterTerms, build_of, config_of, create_run, recovered
-from headrace.actors.runs.quotas import Quotas
-from headrace.actors.runs.records import RAY_USER, Submission
 from headrace.actors.runtime.actors.nodes import Role
 
 RUN_ID = "0123456789abcdef0123456789abcdef"

@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
-from headrace.actors.control import refusals
-from headrace.actors.control.bodies import MAX_BODY_BYTES, MAX_DEPTH
+from headrace.actors.cluster.api import refusals
+from headrace.actors.cluster.api.bodies import MAX_BODY_BYTES, MAX_DEPTH
+from headrace.actors.cluster.runs.quotas import Quota, Quotas
+from headrace.actors.cluster.runs.records import RAY_USER, ActualState, RunId
 from headrace.actors.errors import ActorLost, CannotBePlaced, RunsMissing
-from headrace.actors.runs.quotas import Quota, Quotas
-from headrace.actors.runs.records import RAY_USER, ActualState, RunId
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
 from support.control_rig import Answer, ControlRig, malformed

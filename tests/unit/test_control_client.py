@@ -10,7 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace.actors.control.client import ControlClient
+from headrace.actors.cluster.api.client import ControlClient
+from headrace.actors.cluster.runs.quotas import Quota, Quotas
+from headrace.actors.cluster.runs.records import RAY_USER, ActualState, RunEvent
 from headrace.actors.errors import (
     ActorLost,
     ApiRefused,
@@ -23,8 +25,6 @@ from headrace.actors.errors import (
     RunUnknown,
     SubmissionConflict,
 )
-from headrace.actors.runs.quotas import Quota, Quotas
-from headrace.actors.runs.records import RAY_USER, ActualState, RunEvent
 from headrace.actors.runtime.actors import event_stream
 from support.control_rig import ControlRig
 from support.cutting_proxy import cutting_proxy
@@ -218,7 +218,7 @@ async def test_the_wire_of_events_is_that_of_browsers(rig: ControlRig, url: str)
 
 
 async def test_a_quiet_stream_sends_comments(rig: ControlRig, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.actors.control.app.POLL_S", 0.05)
+    monkeypatch.setattr("headrace.actors.cluster.api.app.POLL_S", 0.05)
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer alice"}) as session:
         run = await _submit(session, url)
         async with session.get(f"{url}/v1/runs/{run}/events") as response, asyncio.timeout(WAIT_S):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from headrace.actors.control import ControlArguments, build
+from headrace.actors.cluster.api import ControlArguments, build
 
 DEPLOYED = Path(__file__).resolve().parents[2] / "scripts" / "serve" / "control.yaml"
 
@@ -51,7 +51,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
 
 def test_importing_the_package_imports_neither_serve_nor_fastapi() -> None:
     code = (
-        "import sys, headrace.actors, headrace.actors.control, headrace.actors.control.client\n"
+        "import sys, headrace.actors, headrace.actors.cluster.api, headrace.actors.cluster.api.client\n"
         "print([name for name in ('ray.serve', 'fastapi', 'torch') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.control.client import read_key
-from headrace.actors.control.keys import KeyFile, digest_of
+from headrace.actors.cluster.api.client import read_key
+from headrace.actors.cluster.api.keys import KeyFile, digest_of
+from headrace.actors.cluster.runs.records import Caller, Role
 from headrace.actors.errors import ConfigError
-from headrace.actors.runs.records import Caller, Role
 
 
 def digest(key: str) -> str:

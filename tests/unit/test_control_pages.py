@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.control import pages as control_pages
+from headrace.actors.cluster.api import pages as control_pages
+from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import RunError
-from headrace.actors.runs.records import RunId
 from headrace.actors.telemetry.page.page_processes import MountedPages, PageRequest
 from support.control_rig import KEYS, Answer, ControlRig, write_keys
 from support.observer_rig import simulated_run

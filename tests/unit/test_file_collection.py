@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from headrace.actors.cluster.runs.file_collection import FileCollection
+from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.files.log_lines import lines_of_rollout
 from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.record.files.node_copies import folders_of_nodes
 from headrace.actors.record.files.running import FOLDER, RunningFile, read_running, write_running
-from headrace.actors.runs.file_collection import FileCollection
-from headrace.actors.runs.records import RunId
 from headrace.actors.runtime.actors.nodes import TABLE_FILE, NodeAgent
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.serve.tracing.attempts import working_for

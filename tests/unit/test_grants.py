@@ -10,14 +10,14 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from headrace.actors.cluster.runs import grants
+from headrace.actors.cluster.runs.grants import Rights
+from headrace.actors.cluster.runs.layout import ClusterTerms, config_of, create_run
+from headrace.actors.cluster.runs.quotas import Quota, Quotas, load_quotas
+from headrace.actors.cluster.runs.records import Caller, Role, Submission
 from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.sources import OWN_TABLES
-from headrace.actors.runs import grants
-from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.layout import ClusterTerms, config_of, create_run
-from headrace.actors.runs.quotas import Quota, Quotas, load_quotas
-from headrace.actors.runs.records import Caller, Role, Submission
 from headrace.actors.runtime.recipe_section import overlaid
 from headrace.policies.miniatures.names import cache_folder
 

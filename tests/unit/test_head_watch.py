@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from headrace.actors.cluster.head_watch import HeadWatch
+from headrace.actors.cluster.nodes.head_watch import HeadWatch
 
 WAIT_S = 10.0
 

@@ -16,8 +16,8 @@ import typer
 import yaml
 
 from headrace.actors.cli.app import app
-from headrace.actors.control import ControlArguments
-from headrace.actors.control.keys import KeyFile, Role, digest_of
+from headrace.actors.cluster.api import ControlArguments
+from headrace.actors.cluster.api.keys import KeyFile, Role, digest_of
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.placement import ClusterSection
 from headrace.actors.run.sections import ServiceSection

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.cli.logs import as_text
+from headrace.actors.cluster.runs.contract import LogPage
+from headrace.actors.cluster.runs.log_pages import read_logs
 from headrace.actors.errors import RunRefused
 from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
-from headrace.actors.runs.contract import LogPage
-from headrace.actors.runs.log_pages import read_logs
 from headrace.serve.tracing.retention import RetentionConfig, older_files
 
 ALL = 1 << 30

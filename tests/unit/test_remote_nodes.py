@@ -11,8 +11,8 @@ import pytest
 
 from headrace.actors.cli import remote_nodes, remote_runs
 from headrace.actors.cli.remote_runs import Api
+from headrace.actors.cluster.runs.records import RAY_USER, ActualState, Submission
 from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused
-from headrace.actors.runs.records import RAY_USER, ActualState, Submission
 from support.control_rig import ControlRig
 from support.runs_without_services import NODE, RECIPE, serving
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from headrace.actors.control import finder
-from headrace.actors.control.finder import RunsFinder
+from headrace.actors.cluster.api import finder
+from headrace.actors.cluster.api.finder import RunsFinder
 from headrace.actors.errors import ActorLost, RunsMissing
 
 

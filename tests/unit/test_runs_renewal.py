@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.cluster.runs import runs as runs_module
+from headrace.actors.cluster.runs.layout import ClusterTerms
+from headrace.actors.cluster.runs.runs import Runs
 from headrace.actors.errors import RunRefused
-from headrace.actors.runs import runs as runs_module
-from headrace.actors.runs.layout import ClusterTerms
-from headrace.actors.runs.runs import Runs
 from headrace.actors.runtime.actors.runtime import ENDING
 from headrace.actors.runtime.version import RUNNING, installed
 

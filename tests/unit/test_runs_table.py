@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, SubmissionConflict
-from headrace.actors.runs.records import (
+from headrace.actors.cluster.runs.records import (
     ENDED,
     RAY_USER,
     RESUMABLE,
@@ -28,7 +27,8 @@ from headrace.actors.runs.records import (
     RunId,
     Submission,
 )
-from headrace.actors.runs.table import EVENTS_KEPT, FILE_NAME, RunsTable
+from headrace.actors.cluster.runs.table import EVENTS_KEPT, FILE_NAME, RunsTable
+from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, SubmissionConflict
 from headrace.buffer.errors import LedgerInUse, LedgerRefused
 
 BUILD = Build(config_digest="d", headrace_version="0.1", demands=Demands(rollouts=8, engines=2), restarts=1)
@@ -36,8 +36,8 @@ IDS = [RunId(f"{number:032x}") for number in range(10)]
 
 NOTING = f"""
 import itertools, pathlib, sys
-from headrace.actors.runs.records import RAY_USER, Build, Demands, Submission
-from headrace.actors.runs.table import RunsTable
+from headrace.actors.cluster.runs.records import RAY_USER, Build, Demands, Submission
+from headrace.actors.cluster.runs.table import RunsTable
 table = RunsTable.open(pathlib.Path(sys.argv[1]))
 submission = Submission(name="a", owner="alice", recipe={{}}, idempotency_key="k")
 build = Build(config_digest="d", headrace_version="0", demands=Demands())

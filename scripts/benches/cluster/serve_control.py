@@ -8,7 +8,7 @@ import sys
 import ray
 from ray import serve
 
-from headrace.actors.control import ControlArguments, build
+from headrace.actors.cluster.api import ControlArguments, build
 from support.cluster_rig import API_PORT, SHARED_ROLE
 
 if __name__ == "__main__":

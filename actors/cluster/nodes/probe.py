@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.actors.cluster.checks import Node, NodeFacts, Versions
+from headrace.actors.cluster.nodes.checks import Node, NodeFacts, Versions
 from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.actors.nodes import ROLE_LABEL
 from headrace.actors.runtime.version import RUNNING

@@ -16,7 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from headrace.actors.cluster.head_watch import HeadWatch
+from headrace.actors.cluster.nodes.head_watch import HeadWatch
+from headrace.actors.cluster.runs.cluster_nodes import ClusterNodes
+from headrace.actors.cluster.runs.contract import EventPage, LogPage, NodeStatus, Readiness
+from headrace.actors.cluster.runs.grants import Rights
+from headrace.actors.cluster.runs.layout import ClusterTerms, reopened
+from headrace.actors.cluster.runs.log_pages import read_logs
+from headrace.actors.cluster.runs.quotas import Quotas, load_quotas
+from headrace.actors.cluster.runs.records import ActualState, Caller, RunId, RunRecord
+from headrace.actors.cluster.runs.table import RunsTable
 from headrace.actors.engines.members_file import EngineStatus, read_roster
 from headrace.actors.engines.requests import ask_group
 from headrace.actors.errors import ActorError, ActorGone, ActorLost, ConfigError, RunError, RunRefused
@@ -25,14 +33,6 @@ from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
-from headrace.actors.runs.cluster_nodes import ClusterNodes
-from headrace.actors.runs.contract import EventPage, LogPage, NodeStatus, Readiness
-from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.layout import ClusterTerms, reopened
-from headrace.actors.runs.log_pages import read_logs
-from headrace.actors.runs.quotas import Quotas, load_quotas
-from headrace.actors.runs.records import ActualState, Caller, RunId, RunRecord
-from headrace.actors.runs.table import RunsTable
 from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import RayRuntime, namespace_of
 from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest

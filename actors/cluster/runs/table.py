@@ -25,8 +25,7 @@ from typing import Any, Final, Self
 
 import orjson
 
-from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, SubmissionConflict
-from headrace.actors.runs.records import (
+from headrace.actors.cluster.runs.records import (
     ENDED,
     RESUMABLE,
     TRANSITIONS,
@@ -41,6 +40,7 @@ from headrace.actors.runs.records import (
     Submission,
     run_record,
 )
+from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, SubmissionConflict
 from headrace.actors.runtime.actors.nodes import TABLE_FILE
 from headrace.buffer.errors import LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network

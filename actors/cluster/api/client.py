@@ -25,12 +25,12 @@ import aiohttp
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from headrace.actors.control.refusals import error_of
+from headrace.actors.cluster.api.refusals import error_of
+from headrace.actors.cluster.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
+from headrace.actors.cluster.runs.records import Recipe, RunEvent, RunRecord, run_event, run_record
 from headrace.actors.engines.members_file import EngineStatus, engine_status
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.run.node_drain import RunLeft
-from headrace.actors.runs.contract import LEAVE_S, LogPage, NodeDrained, NodeStatus, Readiness
-from headrace.actors.runs.records import Recipe, RunEvent, RunRecord, run_event, run_record
 from headrace.actors.runtime.actors.event_stream import AGAIN_S, END, POLL_S
 
 PATIENCE_S: Final = 120.0

@@ -21,6 +21,9 @@ from typing import Final, NoReturn
 
 import orjson
 
+from headrace.actors.cluster.runs.layout import TO_RESTORE
+from headrace.actors.cluster.runs.records import ActualState
+from headrace.actors.cluster.runs.sweep import sweep_run
 from headrace.actors.errors import ActorError, DiskFull, RunFenced, StorageLost, first_cause
 from headrace.actors.record.files.absences import OF_THE_DRIVER, Absences
 from headrace.actors.record.files.disk_space import lacks_space, named
@@ -34,9 +37,6 @@ from headrace.actors.run.launch import run_guarded, sole_driver, write_summary
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.run.service import Service
-from headrace.actors.runs.layout import TO_RESTORE
-from headrace.actors.runs.records import ActualState
-from headrace.actors.runs.sweep import sweep_run
 from headrace.actors.runtime.actors.call_guard import keep_running
 from headrace.actors.runtime.actors.nodes import Process, Role, kill_here, this_process
 from headrace.actors.runtime.actors.operations import until_back

@@ -11,16 +11,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from headrace.actors.cluster.checks import refuse_absent_roles
-from headrace.actors.cluster.probe import living_nodes
+from headrace.actors.cluster.nodes.checks import refuse_absent_roles
+from headrace.actors.cluster.nodes.probe import living_nodes
+from headrace.actors.cluster.runs.contract import ACTOR_NAME, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
+from headrace.actors.cluster.runs.layout import ClusterTerms
+from headrace.actors.cluster.runs.records import RAY_USER, Recipe, RunEvent, RunId, RunRecord, Submission
+from headrace.actors.cluster.runs.runs import Runs
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.errors import ActorLost, RunsMissing, RunUnknown
 from headrace.actors.run.config import absolute_paths, read_recipe
 from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection
-from headrace.actors.runs.contract import ACTOR_NAME, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
-from headrace.actors.runs.layout import ClusterTerms
-from headrace.actors.runs.records import RAY_USER, Recipe, RunEvent, RunId, RunRecord, Submission
-from headrace.actors.runs.runs import Runs
 from headrace.actors.runtime.actors.nodes import NAMESPACE, Role
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime

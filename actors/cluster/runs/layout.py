@@ -16,8 +16,16 @@ from typing import Any, Final
 
 import orjson
 
-from headrace.actors.cluster.checks import Node, refuse_absent_roles, refuse_open_redis, refuse_too_large, refuse_unfit
-from headrace.actors.cluster.probe import living_nodes, marked, open_redis, probe, versions_here
+from headrace.actors.cluster.nodes.checks import (
+    Node,
+    refuse_absent_roles,
+    refuse_open_redis,
+    refuse_too_large,
+    refuse_unfit,
+)
+from headrace.actors.cluster.nodes.probe import living_nodes, marked, open_redis, probe, versions_here
+from headrace.actors.cluster.runs.grants import Rights
+from headrace.actors.cluster.runs.records import Build, Demands, Recipe, Submission
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.run_directory import RunDirectory
@@ -26,8 +34,6 @@ from headrace.actors.run.config import RunConfig, absolute_paths, validated
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.run.placement import ClusterSection, RolesSection
-from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.records import Build, Demands, Recipe, Submission
 from headrace.actors.runtime.actors.nodes import Bundle, Role
 from headrace.actors.runtime.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun

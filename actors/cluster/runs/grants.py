@@ -23,14 +23,14 @@ from pydantic import BaseModel
 
 from headrace.actors.agents.loop.judge import RULES
 from headrace.actors.agents.registry.registry import AGENTS
+from headrace.actors.cluster.runs.quotas import Quota, Quotas
+from headrace.actors.cluster.runs.records import Caller
+from headrace.actors.cluster.runs.table import NAME
 from headrace.actors.environments.registry import ENVIRONMENTS
 from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.evaluation.graders.plugins import EVALUATORS
 from headrace.actors.run.config import SECRET, RunConfig, named_values
 from headrace.actors.run.sources import KEY
-from headrace.actors.runs.quotas import Quota, Quotas
-from headrace.actors.runs.records import Caller
-from headrace.actors.runs.table import NAME
 from headrace.actors.runtime.pools.providers import PROVIDERS
 from headrace.actors.services.registry import SERVICES
 from headrace.buffer.primitives.registry import Registry

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from headrace.actors.cluster.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.run.node_drain import RunLeft
-from headrace.actors.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
 from headrace.actors.training.trainer_calls import TrainerCall
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 
-from headrace.actors.control.app import make_app
-from headrace.actors.control.arguments import ControlArguments
-from headrace.actors.control.finder import RunsFinder
-from headrace.actors.control.keys import KeyFile
+from headrace.actors.cluster.api.app import make_app
+from headrace.actors.cluster.api.arguments import ControlArguments
+from headrace.actors.cluster.api.finder import RunsFinder
+from headrace.actors.cluster.api.keys import KeyFile
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.actors.cluster.checks import Node
-from headrace.actors.cluster.probe import living_nodes
+from headrace.actors.cluster.nodes.checks import Node
+from headrace.actors.cluster.nodes.probe import living_nodes
+from headrace.actors.cluster.runs.contract import LEAVE_S, NodeDrained, NodeStatus
+from headrace.actors.cluster.runs.layout import ClusterTerms
+from headrace.actors.cluster.runs.records import ActualState, RunRecord
 from headrace.actors.errors import ActorError, ActorLost, ConfigError
 from headrace.actors.run.node_drain import RunLeft
 from headrace.actors.run.service import Service
-from headrace.actors.runs.contract import LEAVE_S, NodeDrained, NodeStatus
-from headrace.actors.runs.layout import ClusterTerms
-from headrace.actors.runs.records import ActualState, RunRecord
 from headrace.actors.runtime.actors.nodes import NAMESPACE, NodeAgent, NodeReport, agent_name
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, namespace_of

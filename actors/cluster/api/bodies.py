@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.actors.control.refusals import Refusal
+from headrace.actors.cluster.api.refusals import Refusal
+from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import RunUnknown
-from headrace.actors.runs.records import RunId
 
 if TYPE_CHECKING:
     from fastapi import Request

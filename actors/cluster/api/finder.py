@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, cast
 
+from headrace.actors.cluster.runs.contract import ACTOR_NAME, RunsApi
 from headrace.actors.errors import ActorLost, RunsMissing
-from headrace.actors.runs.contract import ACTOR_NAME, RunsApi
 from headrace.actors.runtime.actors.nodes import NAMESPACE
 from headrace.actors.runtime.actors.runtime import ActorProxy
 

@@ -19,9 +19,9 @@ from typing import Annotated, Final, Self
 import orjson
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from headrace.actors.cluster.runs.records import ActualState, Demands, RunId, RunRecord
+from headrace.actors.cluster.runs.table import NAME
 from headrace.actors.errors import ConfigError, QuotaExceeded
-from headrace.actors.runs.records import ActualState, Demands, RunId, RunRecord
-from headrace.actors.runs.table import NAME
 from headrace.actors.runtime.recipe_section import Section
 
 

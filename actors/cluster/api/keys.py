@@ -17,9 +17,9 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Final
 
+from headrace.actors.cluster.runs.records import Caller, Role
+from headrace.actors.cluster.runs.table import NAME
 from headrace.actors.errors import ConfigError
-from headrace.actors.runs.records import Caller, Role
-from headrace.actors.runs.table import NAME
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _LONGEST_FILE: Final = 1 << 20

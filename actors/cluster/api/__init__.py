@@ -7,7 +7,7 @@ Invariants:
 # Annotations are objects here, not strings: Ray Serve checks the arguments of `build` by its annotation.
 from typing import TYPE_CHECKING
 
-from headrace.actors.control.arguments import ControlArguments
+from headrace.actors.cluster.api.arguments import ControlArguments
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -18,6 +18,6 @@ __all__ = ["ControlArguments", "build"]
 def build(args: ControlArguments) -> "Application":
     """Return the Serve application, for `serve deploy` (scripts/serve/control.yaml). Its replicas do not start if the
     key file is refused, with the reason in their logs."""
-    from headrace.actors.control.deployment import application
+    from headrace.actors.cluster.api.deployment import application
 
     return application(args)

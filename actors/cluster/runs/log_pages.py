@@ -16,9 +16,9 @@ from typing import Final
 
 import orjson
 
+from headrace.actors.cluster.runs.contract import LogPage
 from headrace.actors.errors import RunRefused
 from headrace.actors.record.files.log_lines import LogReader, Position, actor_of, logs_in
-from headrace.actors.runs.contract import LogPage
 
 MAX_CURSOR: Final = 256 << 10
 """Maximum number of characters of a cursor that is read."""

@@ -16,11 +16,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
+from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import ActorError
 from headrace.actors.record.copies.copies import NodeCopies
 from headrace.actors.record.copies.pages import Held
 from headrace.actors.record.files.node_copies import NODE_DIGITS, NODES
-from headrace.actors.runs.records import RunId
 from headrace.actors.runtime.actors.nodes import AGENT_TIMEOUT_S, NodeAgent
 
 EVERY_S: Final = 2.0

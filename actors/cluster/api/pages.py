@@ -18,10 +18,10 @@ from urllib.parse import parse_qs
 
 from starlette.responses import RedirectResponse, Response
 
-from headrace.actors.control.bodies import read_bytes, run_id_of
-from headrace.actors.control.keys import digest_of
-from headrace.actors.control.refusals import Refusal
-from headrace.actors.runs.records import Caller, Role, RunId
+from headrace.actors.cluster.api.bodies import read_bytes, run_id_of
+from headrace.actors.cluster.api.keys import digest_of
+from headrace.actors.cluster.api.refusals import Refusal
+from headrace.actors.cluster.runs.records import Caller, Role, RunId
 from headrace.actors.telemetry.page.access import HEADERS
 from headrace.actors.telemetry.page.login import Secret, local_path, login_form
 from headrace.actors.telemetry.page.page_processes import PageAnswer, PageRequest

@@ -21,19 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn, Self
 
-from headrace.actors.cluster.head_watch import HeadWatch
-from headrace.actors.errors import ConfigError, RunRefused
-from headrace.actors.record.files.absences import read_absences
-from headrace.actors.run.changes import changed_document, journal_changes
-from headrace.actors.run.launch import document_of
-from headrace.actors.run.placement import CLUSTER_ABSENT_S
-from headrace.actors.run.restarts import RestartPolicy, saved_step
-from headrace.actors.runs.cluster_nodes import ClusterNodes
-from headrace.actors.runs.contract import NodeDrained
-from headrace.actors.runs.driver import Ending, RunDriver, Wishes, ended_by
-from headrace.actors.runs.file_collection import EVERY_S, FileCollection
-from headrace.actors.runs.grants import Rights
-from headrace.actors.runs.layout import (
+from headrace.actors.cluster.nodes.head_watch import HeadWatch
+from headrace.actors.cluster.runs.cluster_nodes import ClusterNodes
+from headrace.actors.cluster.runs.contract import NodeDrained
+from headrace.actors.cluster.runs.driver import Ending, RunDriver, Wishes, ended_by
+from headrace.actors.cluster.runs.file_collection import EVERY_S, FileCollection
+from headrace.actors.cluster.runs.grants import Rights
+from headrace.actors.cluster.runs.layout import (
     ClusterTerms,
     build_of,
     check_cluster,
@@ -44,9 +38,9 @@ from headrace.actors.runs.layout import (
     reopened,
     rollout_nodes,
 )
-from headrace.actors.runs.queries import RunQueries
-from headrace.actors.runs.quotas import next_to_start, refuse_oversized
-from headrace.actors.runs.records import (
+from headrace.actors.cluster.runs.queries import RunQueries
+from headrace.actors.cluster.runs.quotas import next_to_start, refuse_oversized
+from headrace.actors.cluster.runs.records import (
     RAY_USER,
     TRANSITIONS,
     ActualState,
@@ -57,8 +51,14 @@ from headrace.actors.runs.records import (
     RunRecord,
     Submission,
 )
-from headrace.actors.runs.sweep import sweep_unowned
-from headrace.actors.runs.table import RunsTable
+from headrace.actors.cluster.runs.sweep import sweep_unowned
+from headrace.actors.cluster.runs.table import RunsTable
+from headrace.actors.errors import ConfigError, RunRefused
+from headrace.actors.record.files.absences import read_absences
+from headrace.actors.run.changes import changed_document, journal_changes
+from headrace.actors.run.launch import document_of
+from headrace.actors.run.placement import CLUSTER_ABSENT_S
+from headrace.actors.run.restarts import RestartPolicy, saved_step
 from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.runtime.actors.runtime import BeginsUnasked, end_actor
 from headrace.actors.runtime.version import RUNNING, installed

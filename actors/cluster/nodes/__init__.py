@@ -1,0 +1,1 @@
+"""Connection to a Ray cluster, and its checks before a run is placed there."""
