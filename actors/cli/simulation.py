@@ -52,9 +52,9 @@ def simulate(
     """Run the dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the
     ledger shows a violated bound or a lost rollout."""
     from headrace.actors.errors import ConfigError
-    from headrace.actors.simulation.plan import make_plan
-    from headrace.actors.simulation.recipe_plan import plan_keys, told
-    from headrace.actors.simulation.simulate import simulate as simulate_plan
+    from headrace.actors.simulation.virtual.plan import make_plan
+    from headrace.actors.simulation.virtual.recipe_plan import plan_keys, told
+    from headrace.actors.simulation.virtual.simulate import simulate as simulate_plan
 
     if faults is not None:
         show_storm(faults, json=json)
@@ -78,7 +78,7 @@ def simulate(
 
 def show_storm(seed: int, *, json: bool) -> None:
     """Simulate a small run under a fault storm; exit code 3 for problems."""
-    from headrace.actors.simulation.faults import simulate_faults
+    from headrace.actors.simulation.virtual.faults import simulate_faults
 
     if "--verbose" not in sys.argv:
         # The actors log every injected fault, a full disk even with tracebacks.
@@ -122,9 +122,9 @@ def tune(
 ) -> None:
     """Find the best acceptance rule, staleness bound and number of slots for recorded durations by simulating in
     virtual time."""
-    from headrace.actors.tuning.candidates import Space, describe
-    from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
-    from headrace.actors.tuning.selection import WITHIN
+    from headrace.actors.simulation.tuning.candidates import Space, describe
+    from headrace.actors.simulation.tuning.command import TuneRequest, prepare_tuning, run_tuning
+    from headrace.actors.simulation.tuning.selection import WITHIN
 
     space = Space(slots=tuple(slots or ()), bounds=tuple(max_staleness or ()), rules=tuple(accept or ()))
     request = TuneRequest(

@@ -1,1 +1,1 @@
-"""Simulation of a run in virtual time: the ordinary actors, with simulated engines, learner and sandboxes."""
+"""Runs in virtual time, and the search for settings in it."""

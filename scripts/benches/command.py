@@ -171,7 +171,7 @@ def replay(
     """Run a simulated plan in scaled time with the real service over Ray, and the same plan in virtual time. Exit code
     3: the ledger shows that the bound was violated, or that a rollout was lost or trained twice."""
     from benches.scaled_replay import replay as replay_plan
-    from headrace.actors.simulation.plan import make_plan
+    from headrace.actors.simulation.virtual.plan import make_plan
 
     plan = make_plan(preset, {"slots": slots, "max_staleness": max_staleness, "steps": steps, "seed": seed})
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:

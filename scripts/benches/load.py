@@ -24,8 +24,8 @@ from headrace.actors.runtime.actors.process_tree import cpu_s, memory_bytes
 from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.runtime.simulated.tasks import simulated_tasks
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.plan_service import prepare_plan
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
 from headrace.buffer.tasks.task import write_tasks

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.launch import drive
-from headrace.actors.simulation.plan import MINUTE_S, SimulationPlan
-from headrace.actors.simulation.plan_service import prepare_plan, scaled
-from headrace.actors.simulation.run_statistics import RunStatistics, read_statistics
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import MINUTE_S, SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import prepare_plan, scaled
+from headrace.actors.simulation.virtual.run_statistics import RunStatistics, read_statistics
+from headrace.actors.simulation.virtual.simulate import run_plan
 
 AGREEMENT: Final = 0.05
 """Largest relative difference at which real and virtual time still agree."""

@@ -20,8 +20,8 @@ import orjson
 import psutil
 
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.prometheus.run_metrics import Exposition
 from headrace.buffer.ledger.archive import ARCHIVE
 

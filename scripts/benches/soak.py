@@ -34,7 +34,13 @@ from benches.soak_driver import ANSWER_S, Driver, log_of
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
-from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served
+from headrace.actors.simulation.virtual.damaged_files import (
+    FOREIGN,
+    Damage,
+    add_foreign_file,
+    damage_checkpoint,
+    damage_served,
+)
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.audit.verify import verify
 

@@ -22,9 +22,9 @@ from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.runtime.simulated.durations import DurationsConfig
-from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
-from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
-from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.virtual.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
+from headrace.actors.simulation.virtual.faulty_runtime import CallFaults, FaultyRuntime
+from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.actors.training.learner import LearnerLoop, Stage
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
@@ -268,7 +268,7 @@ def digests(hash_seed: int, *seeds: int) -> list[str]:
     in ours, with which every history has more in it."""
     program = (
         "import logging, sys; logging.disable(logging.CRITICAL)\n"
-        "from headrace.actors.simulation.faults import simulate_faults\n"
+        "from headrace.actors.simulation.virtual.faults import simulate_faults\n"
         "for seed in sys.argv[1:]: print(simulate_faults(int(seed)).digest)"
     )
     command = [sys.executable, "-c", program, *map(str, seeds)]
@@ -340,5 +340,5 @@ def test_every_injected_defect_is_detected(
     monkeypatch: pytest.MonkeyPatch, defect: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     defect(monkeypatch)
-    monkeypatch.setattr("headrace.actors.simulation.faults.PATIENCE_S", 1800.0)
+    monkeypatch.setattr("headrace.actors.simulation.virtual.faults.PATIENCE_S", 1800.0)
     assert any(quietly(seed).problems for seed in range(12))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest

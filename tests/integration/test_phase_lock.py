@@ -21,7 +21,7 @@ from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.rule_user import STOP
 from headrace.actors.services.service import Services
 from headrace.actors.services.user_simulators import lognormal_delays
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from support.retail_shop import CANCEL, OneModel, retail_task, secret_of, write_shop
 from support.scripted_service import ScriptedService, completion
 

@@ -16,8 +16,8 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime
 from headrace.actors.runtime.simulated.durations import DurationsConfig
-from headrace.actors.simulation.plan import SimulationPlan, make_plan
-from headrace.actors.simulation.plan_service import prepare_plan, scaled
+from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan
+from headrace.actors.simulation.virtual.plan_service import prepare_plan, scaled
 from headrace.buffer.tasks.task import load_tasks
 
 MINUTE_S = 0.1

@@ -10,10 +10,10 @@ import pytest
 
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.tuning.candidates import Space
-from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
-from headrace.actors.tuning.recorded_run import read_run
-from headrace.actors.tuning.result import TuningResult
+from headrace.actors.simulation.tuning.candidates import Space
+from headrace.actors.simulation.tuning.command import TuneRequest, prepare_tuning, run_tuning
+from headrace.actors.simulation.tuning.recorded_run import read_run
+from headrace.actors.simulation.tuning.result import TuningResult
 from headrace.buffer.audit.evidence import read_evidence
 from support import run_rig as rig
 

@@ -13,9 +13,9 @@ from headrace.actors.run.launch import load_task_sets
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.runtime import InlineRuntime
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.plan_service import plan_config
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import plan_config
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.source_names import source_name
 

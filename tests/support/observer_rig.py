@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from tokenizers import Tokenizer
 
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.page.app import build_app
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.breakdown import Breakdown

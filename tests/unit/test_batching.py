@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.runtime.actors.batching import DEFAULT_WINDOW_S, TOGETHER_S, Batcher
 from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, OperationCalls, Operations, Results
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT, working_for
 
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.services.figures import current_service_time
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.core.classification import classify
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.trajectories.breakdown import MAX_NAMES, MAX_PARTS, PARTS, Breakdown, is_of_agent, place_of, summed

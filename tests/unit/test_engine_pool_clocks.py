@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from opentelemetry import trace
 
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.trajectories.types import VersionSpan
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId

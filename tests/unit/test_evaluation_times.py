@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.cli.trace import trace_app
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.slow.evaluations import read_evaluation_times
 from headrace.actors.telemetry.slow.reading import read_times
 from headrace.actors.telemetry.slow.verdicts import explain

@@ -27,8 +27,8 @@ from prometheus_client.registry import Collector
 from headrace.actors.record.files.metrics import MetricsLog, StallMetric, StationsMetric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.running import FOLDER, RunningFile, RunningRollout, write_running
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.prometheus import table
 from headrace.actors.telemetry.prometheus.app import PATH, exposition_app, metrics_handler
 from headrace.actors.telemetry.prometheus.counts import Counts

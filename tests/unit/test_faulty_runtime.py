@@ -12,8 +12,8 @@ import pytest
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import end_actor
-from headrace.actors.simulation.faulty_runtime import NO_FAULTS, CallFaults, FaultyRuntime
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.faulty_runtime import NO_FAULTS, CallFaults, FaultyRuntime
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 
 DISK: dict[str, int] = {}
 

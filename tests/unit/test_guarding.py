@@ -16,7 +16,7 @@ from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations
 from headrace.actors.runtime.actors.call_guard import AwakeClock, guard
 from headrace.actors.runtime.actors.operations import ABSENCE
-from headrace.actors.simulation.virtual_time import VirtualTimeLoop, run_virtual
+from headrace.actors.simulation.virtual.virtual_time import VirtualTimeLoop, run_virtual
 
 HANG_S = 60.0
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "simulated.toml"

@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.joined_rows import GroupHistory
 from headrace.buffer.core.records import GroupState, RolloutState

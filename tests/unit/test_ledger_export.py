@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from headrace.actors.rollouts import worker
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.export import export
 from headrace.buffer.audit.export_columns import converted, export_columns

@@ -13,9 +13,9 @@ from headrace.actors.run.progress_signs import signs_of, stall_detector, work_cl
 from headrace.actors.run.stall_detector import StallDetector
 from headrace.actors.run.supervision import snapshot_of
 from headrace.actors.runtime.actors.runtime import InlineRuntime
-from headrace.actors.simulation.plan import SimulationPlan, make_plan
-from headrace.actors.simulation.plan_service import open_service
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan
+from headrace.actors.simulation.virtual.plan_service import open_service
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "claude_code.toml"
 ANSWERS = 256

@@ -13,7 +13,7 @@ from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, load_task_sets, prepare, reopen
 from headrace.actors.run.parts import evaluation_sampling, source_parts
-from headrace.actors.simulation.recipe_plan import plan_keys
+from headrace.actors.simulation.virtual.recipe_plan import plan_keys
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import load_tasks, write_tasks
 from support import replay_cases as cases

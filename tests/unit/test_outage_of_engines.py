@@ -10,9 +10,9 @@ import re
 from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.simulated.durations import DurationsConfig
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.plan_service import open_service
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import open_service
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.serve.tracing.retention import RetentionConfig

@@ -14,9 +14,9 @@ from headrace.actors.record.files.utilisation import Station
 from headrace.actors.rollouts.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.simulated.durations import DurationsConfig
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.plan_service import open_service
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import open_service
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 
 CONFIG = PacingConfig(enabled=True, start=16, least=4, increase=2, decrease=0.5, interval_s=10.0)
 QUIET = Pressure(engine_queue=0.5)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout, SandboxError
 from headrace.sandboxes.pool import boot_spans

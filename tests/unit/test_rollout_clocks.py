@@ -14,7 +14,7 @@ from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts import rollout
 from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec

@@ -17,8 +17,8 @@ from headrace.actors.record.files.push_costs import push_record
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.report import RunReport, report_of
 from headrace.actors.run.summary import summarize
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.report import acceptance
 from headrace.buffer.audit.verify import verify

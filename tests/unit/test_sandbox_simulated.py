@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.sandboxes.base import ExecResult, FrozenMount, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (

@@ -13,10 +13,10 @@ import pytest
 
 from headrace.actors.cli import app as cli
 from headrace.actors.errors import ConfigError, RunStalled
-from headrace.actors.simulation import simulate as simulate_module
-from headrace.actors.simulation.plan import PRESETS, Mode, SimulationPlan, make_plan
-from headrace.actors.simulation.run_statistics import RunStatistics, history_digest, read_statistics
-from headrace.actors.simulation.simulate import run_plan, simulate
+from headrace.actors.simulation.virtual import simulate as simulate_module
+from headrace.actors.simulation.virtual.plan import PRESETS, Mode, SimulationPlan, make_plan
+from headrace.actors.simulation.virtual.run_statistics import RunStatistics, history_digest, read_statistics
+from headrace.actors.simulation.virtual.simulate import run_plan, simulate
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.batches import BatchBook

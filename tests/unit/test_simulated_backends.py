@@ -22,7 +22,7 @@ from headrace.actors.runtime.simulated import engines
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.actors.runtime.simulated.tasks import simulated_tasks
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.trajectories.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion

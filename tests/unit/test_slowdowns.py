@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.rollouts.sessions import SimulatedSession
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind
 from headrace.buffer.trajectories.types import Cause

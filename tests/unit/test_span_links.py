@@ -10,8 +10,8 @@ from opentelemetry.trace import Link, SpanContext
 from headrace.actors.evaluation.graders import evaluator
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.rollouts import dispatcher, rollout, worker
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.training import learner
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.sandboxes.pool import boot_spans

@@ -21,9 +21,9 @@ from headrace.actors.run.supervision import RECORD_S, StatusSnapshot, Supervisio
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.services.figures import ServiceFigures
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.plan_service import open_service
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import open_service
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from support.run_rig import RECIPE
 
 SHORT = DurationsConfig(mean_s=5.0, median_s=5.0, cap_s=10.0)

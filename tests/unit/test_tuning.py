@@ -17,18 +17,18 @@ import pytest
 
 from headrace.actors.cli import app as cli
 from headrace.actors.runtime.simulated.durations import DurationsConfig
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate
-from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
-from headrace.actors.tuning.duration_fit import fit
-from headrace.actors.tuning.picture import page
-from headrace.actors.tuning.recorded_run import read_run, working_s
-from headrace.actors.tuning.records import read_traces
-from headrace.actors.tuning.result import TuningResult
-from headrace.actors.tuning.search import survivors
-from headrace.actors.tuning.selection import Prediction, choose, is_worth_it, pareto_front
-from headrace.actors.tuning.trial import Trial, run_trial
+from headrace.actors.simulation.tuning.candidates import Candidate, Space, candidates, recorded_candidate
+from headrace.actors.simulation.tuning.command import TuneRequest, prepare_tuning, run_tuning
+from headrace.actors.simulation.tuning.duration_fit import fit
+from headrace.actors.simulation.tuning.picture import page
+from headrace.actors.simulation.tuning.recorded_run import read_run, working_s
+from headrace.actors.simulation.tuning.records import read_traces
+from headrace.actors.simulation.tuning.result import TuningResult
+from headrace.actors.simulation.tuning.search import survivors
+from headrace.actors.simulation.tuning.selection import Prediction, choose, is_worth_it, pareto_front
+from headrace.actors.simulation.tuning.trial import Trial, run_trial
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
 

@@ -11,10 +11,10 @@ import pytest
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
+from headrace.actors.simulation.tuning.duration_fit import fit
+from headrace.actors.simulation.tuning.mixed_model import fit_mixed
+from headrace.actors.simulation.tuning.records import LEAST_FINISHED, Observation, Recording
 from headrace.actors.telemetry.slow.survival import Lognormal, SurvivalCurve
-from headrace.actors.tuning.duration_fit import fit
-from headrace.actors.tuning.mixed_model import fit_mixed
-from headrace.actors.tuning.records import LEAST_FINISHED, Observation, Recording
 
 GROUP = 8
 TRUTH = DurationsConfig(

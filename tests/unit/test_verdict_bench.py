@@ -12,7 +12,7 @@ from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
 from benches.verdicts.verdict_bench import judge_run
 
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 
 

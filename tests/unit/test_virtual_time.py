@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from headrace.actors.simulation.virtual_time import Deadlock, Standstill, VirtualTimeError, run_virtual
+from headrace.actors.simulation.virtual.virtual_time import Deadlock, Standstill, VirtualTimeError, run_virtual
 
 
 def now_s() -> float:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from headrace.actors.runtime.simulated.tasks import task_name
-from headrace.actors.simulation.plan import SimulationPlan, make_plan
+from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan
 from headrace.buffer.trajectories.breakdown import BOOT, ENGINE_DECODE, EVALUATE_CHECK, GATE, QUEUE, TOOL
 
 TOOLS: Final = ("bash", "edit", "search")

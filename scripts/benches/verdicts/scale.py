@@ -25,8 +25,8 @@ from typing import Any, Final
 
 import orjson
 
-from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.plan import make_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 
 MOST_S: Final = 2.0
 STEPS: Final = 11

@@ -24,7 +24,7 @@ from typing import Any, Final
 from benches.verdicts.planted import CAUSES, Cause, Planted, planted_run
 from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
-from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT
 from headrace.actors.telemetry.slow.reading import read_times
 from headrace.actors.telemetry.slow.verdicts import SlowReport, explain

@@ -15,11 +15,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.run.plots import AMBER, DEEP, INK, MIST, STONE, WATER
-from headrace.actors.tuning.result import COLUMNS, TuningResult, cells
+from headrace.actors.simulation.tuning.result import COLUMNS, TuningResult, cells
 
 if TYPE_CHECKING:
-    from headrace.actors.tuning.search import SearchResult
-    from headrace.actors.tuning.trial import Trial
+    from headrace.actors.simulation.tuning.search import SearchResult
+    from headrace.actors.simulation.tuning.trial import Trial
 
     Figure = Callable[[Trial], float]
 

@@ -41,12 +41,18 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.runtime.simulated.tasks import simulated_tasks
-from headrace.actors.simulation.damaged_files import FOREIGN, Damage, add_foreign_file, damage_checkpoint, damage_served
-from headrace.actors.simulation.faulty_environment import FaultyLoop, NetworkModel, WallClock
-from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
-from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
-from headrace.actors.simulation.plan_service import plan_config
-from headrace.actors.simulation.run_statistics import history_digest
+from headrace.actors.simulation.virtual.damaged_files import (
+    FOREIGN,
+    Damage,
+    add_foreign_file,
+    damage_checkpoint,
+    damage_served,
+)
+from headrace.actors.simulation.virtual.faulty_environment import FaultyLoop, NetworkModel, WallClock
+from headrace.actors.simulation.virtual.faulty_runtime import CallFaults, FaultyRuntime
+from headrace.actors.simulation.virtual.plan import LEASE_S, SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import plan_config
+from headrace.actors.simulation.virtual.run_statistics import history_digest
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError

@@ -19,7 +19,7 @@ from headrace.actors.run.launch import lay_out
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.runtime import Runtime
-from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.buffer.primitives.slowdowns import SlowKind
 
 CHECK_INTERVAL_S = 600.0

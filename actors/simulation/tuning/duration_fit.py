@@ -24,9 +24,9 @@ from statistics import fmean
 from typing import Any, Final
 
 from headrace.actors.runtime.simulated.durations import DurationsConfig
+from headrace.actors.simulation.tuning.mixed_model import MixedFit, fit_mixed
+from headrace.actors.simulation.tuning.records import Observation, Recording, refuse_thin
 from headrace.actors.telemetry.slow.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
-from headrace.actors.tuning.mixed_model import MixedFit, fit_mixed
-from headrace.actors.tuning.records import Observation, Recording, refuse_thin
 
 QUANTILES: Final = 1000
 """Number of durations that represent the curve."""

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from rich.table import Table
 
-from headrace.actors.tuning.candidates import recorded_candidate
-from headrace.actors.tuning.duration_fit import Fit
-from headrace.actors.tuning.records import Recording
-from headrace.actors.tuning.selection import Prediction, pareto_front
+from headrace.actors.simulation.tuning.candidates import recorded_candidate
+from headrace.actors.simulation.tuning.duration_fit import Fit
+from headrace.actors.simulation.tuning.records import Recording
+from headrace.actors.simulation.tuning.selection import Prediction, pareto_front
 
 if TYPE_CHECKING:
-    from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.search import SearchResult
-    from headrace.actors.tuning.trial import Trial
+    from headrace.actors.simulation.tuning.search import SearchResult
+    from headrace.actors.simulation.tuning.trial import Trial
+    from headrace.actors.simulation.virtual.plan import SimulationPlan
 
 COLUMNS = ("step s", "staleness", "largest", "waste", "slow decile", "reward", "evicted/step", "learner")
 

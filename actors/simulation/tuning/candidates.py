@@ -13,10 +13,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.tuning.duration_fit import Fit
+from headrace.actors.simulation.tuning.duration_fit import Fit
 
 if TYPE_CHECKING:
-    from headrace.actors.simulation.plan import SimulationPlan
+    from headrace.actors.simulation.virtual.plan import SimulationPlan
 
 CARRY: Final = "carry"
 ABORT: Final = "abort"

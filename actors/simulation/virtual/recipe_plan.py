@@ -13,7 +13,7 @@ from typing import Any
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.overlays import load_layered
 from headrace.actors.run.sources import KEY
-from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.virtual.plan import SimulationPlan
 
 _NAMED = ("batch_size", "group_size", "max_staleness", "mode", "rule")
 """Keys of [buffer] that are keys of a plan."""

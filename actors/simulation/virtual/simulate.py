@@ -21,10 +21,10 @@ from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.record.files.metrics import MetricsLog
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
-from headrace.actors.simulation.plan import MINUTE_S, Mode, SimulationPlan
-from headrace.actors.simulation.plan_service import open_service
-from headrace.actors.simulation.run_statistics import RunStatistics, history_digest, read_statistics
-from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.simulation.virtual.plan import MINUTE_S, Mode, SimulationPlan
+from headrace.actors.simulation.virtual.plan_service import open_service
+from headrace.actors.simulation.virtual.run_statistics import RunStatistics, history_digest, read_statistics
+from headrace.actors.simulation.virtual.virtual_time import run_virtual
 
 COLLECT_EVERY: Final = 50_000
 """Number of allocations between two garbage collections."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.actors.nodes import Bundle, Process
 from headrace.actors.runtime.actors.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
-from headrace.actors.simulation.ordered_tasks import NumberedTask
+from headrace.actors.simulation.virtual.ordered_tasks import NumberedTask
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 
 T = TypeVar("T")

@@ -22,10 +22,10 @@ from statistics import fmean
 from typing import Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.tuning.candidates import Candidate
-from headrace.actors.tuning.selection import WITHIN, Prediction, choose, is_worth_it, pareto_front
-from headrace.actors.tuning.trial import FailedTrial, Trial, run_trial
+from headrace.actors.simulation.tuning.candidates import Candidate
+from headrace.actors.simulation.tuning.selection import WITHIN, Prediction, choose, is_worth_it, pareto_front
+from headrace.actors.simulation.tuning.trial import FailedTrial, Trial, run_trial
+from headrace.actors.simulation.virtual.plan import SimulationPlan
 
 LEAST_STEPS: Final = 8
 """Minimum number of steps in a trial, half of which are the warm-up."""

@@ -17,9 +17,9 @@ from typing import Any, Final
 from headrace.actors.errors import ConfigError, RunStalled, TasksParked
 from headrace.actors.runtime.simulated.durations import Durations
 from headrace.actors.runtime.simulated.tasks import is_solved
-from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.tuning.candidates import Candidate
+from headrace.actors.simulation.tuning.candidates import Candidate
+from headrace.actors.simulation.virtual.plan import SimulationPlan
+from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.tasks.task import SimulatedVerdict, Task

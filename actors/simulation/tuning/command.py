@@ -16,17 +16,17 @@ from pydantic import ValidationError
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import explain
-from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
+from headrace.actors.simulation.tuning.candidates import Candidate, Space, candidates
+from headrace.actors.simulation.tuning.duration_fit import Fit, fit
+from headrace.actors.simulation.tuning.picture import page, pareto_png
+from headrace.actors.simulation.tuning.recorded_run import read_run
+from headrace.actors.simulation.tuning.records import Recording, read_traces
+from headrace.actors.simulation.tuning.result import TuningResult
+from headrace.actors.simulation.tuning.search import Effort, search
+from headrace.actors.simulation.tuning.selection import WITHIN
+from headrace.actors.simulation.virtual.plan import Mode, SimulationPlan, apply_setting
 from headrace.actors.telemetry.slow.reading import read_times
 from headrace.actors.telemetry.slow.verdicts import explain as explain_slow
-from headrace.actors.tuning.candidates import Candidate, Space, candidates
-from headrace.actors.tuning.duration_fit import Fit, fit
-from headrace.actors.tuning.picture import page, pareto_png
-from headrace.actors.tuning.recorded_run import read_run
-from headrace.actors.tuning.records import Recording, read_traces
-from headrace.actors.tuning.result import TuningResult
-from headrace.actors.tuning.search import Effort, search
-from headrace.actors.tuning.selection import WITHIN
 
 TURNS: Final = 2
 """Number of turns in a simulated rollout. Versions change between turns; the duration does not depend on their

@@ -21,9 +21,9 @@ from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import reopen
-from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
-from headrace.actors.simulation.run_statistics import most_in_flight
-from headrace.actors.tuning.records import Observation, Recording
+from headrace.actors.simulation.tuning.records import Observation, Recording
+from headrace.actors.simulation.virtual.plan import MOST_WARMUP_STEPS
+from headrace.actors.simulation.virtual.run_statistics import most_in_flight
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.simulated.provider import SimulationConfig

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from headrace.actors.tuning.trial import Trial
+    from headrace.actors.simulation.tuning.trial import Trial
 
 WITHIN: Final = 0.03
 EQUAL_LOSS: Final = 0.01

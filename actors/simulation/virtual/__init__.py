@@ -1,0 +1,1 @@
+"""Simulation of a run in virtual time: the ordinary actors, with simulated engines, learner and sandboxes."""
