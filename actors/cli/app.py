@@ -245,7 +245,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Evaluate a policy on held-out tasks without training, and store a record of every answer (docs/evaluation.md)."""
-    from headrace.actors.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
+    from headrace.actors.cli.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
 
     evaluation = prepare_evaluation(
         EvalRequest(

@@ -97,8 +97,8 @@ def images(
     ] = None,
 ) -> None:
     """Build the images of Harbor's task folders, for tasks that `data convert` makes with --set built=true."""
+    from headrace.actors.cli.held_out.harbor_images import build_images
     from headrace.actors.errors import ConfigError
-    from headrace.actors.held_out.harbor_images import build_images
     from headrace.buffer.tasks.datasets.harbor import task_folders
     from headrace.sandboxes.base import Network
     from headrace.sandboxes.images.builder import ImageBuilder
@@ -149,9 +149,9 @@ def check(
 ) -> None:
     """Grade every task in local sandboxes: untouched files must be graded and must not solve it, and a known solution
     must. Tasks that keep this are written to checked.jsonl; exit code 3 if one does not."""
+    from headrace.actors.cli.held_out.task_check import check_tasks
+    from headrace.actors.cli.held_out.task_solutions import Solutions, SolutionsRefused
     from headrace.actors.errors import ConfigError
-    from headrace.actors.held_out.task_check import check_tasks
-    from headrace.actors.held_out.task_solutions import Solutions, SolutionsRefused
     from headrace.buffer.tasks.task import load_tasks, write_tasks
 
     loaded = load_tasks(tasks)[:limit]

@@ -175,8 +175,8 @@ def check(
     quiet: Quiet = False,
 ) -> None:
     """Run one rollout of one task, and print its text, the trained tokens, the verdict and the time of each phase."""
-    from headrace.actors.held_out.check import prepare_check, read_check
-    from headrace.actors.held_out.command import drive_evaluation
+    from headrace.actors.cli.held_out.check import prepare_check, read_check
+    from headrace.actors.cli.held_out.command import drive_evaluation
 
     with tempfile.TemporaryDirectory(prefix="headrace-check-") if out is None else nullcontext(out) as folder:
         evaluation = prepare_check(recipe, task, overrides or (), Path(folder).resolve())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.cli.held_out.harbor_images import build_images
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, evaluate
-from headrace.actors.held_out.harbor_images import build_images
 from headrace.buffer.tasks.datasets.harbor import HarborSettings, built_image, gold_script, task_folders, task_of
 from headrace.buffer.tasks.datasets.rows import RowRefused
 from headrace.buffer.tasks.task import Task

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
-from headrace.actors.held_out.task_check import check_answer
+from headrace.actors.cli.held_out.task_check import check_answer
 from headrace.buffer.tasks.task import (
     AnswerSpec,
     EvaluatorKind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.actors.held_out.task_check import ProviderSandboxes
+from headrace.actors.cli.held_out.task_check import ProviderSandboxes
 from headrace.sandboxes.base import Sandbox, SandboxId
 from headrace.sandboxes.local.provider import LocalProvider
 

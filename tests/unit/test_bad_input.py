@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.cli import app as cli
-from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
+from headrace.actors.cli.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.cli.held_out.check import prepare_check, read_check
 from headrace.actors.errors import ConfigError, RunError
-from headrace.actors.held_out.check import prepare_check, read_check
 from headrace.buffer.tasks.datasets.terminal import Split, generate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.cli.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.errors import ConfigError
-from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.parts import evaluation_terms, recipe_digest, training_terms

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
+from headrace.actors.cli.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.errors import ConfigError
-from headrace.actors.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, load_task_sets, prepare, reopen
 from headrace.actors.run.parts import evaluation_sampling, source_parts

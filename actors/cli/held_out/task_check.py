@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from headrace.actors.cli.held_out.task_solutions import Solution, Solutions
 from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import GIT, prepare
 from headrace.actors.evaluation.graders.rewards import score_parts
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
-from headrace.actors.held_out.task_solutions import Solution, Solutions
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import OF_EPISODES, AnswerSpec, EvaluatorKind, Task
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec

@@ -20,9 +20,9 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.actors.cli.held_out.service import EvaluationService
 from headrace.actors.engines.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
-from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
