@@ -48,7 +48,6 @@ from headrace.actors.runtime.actors.runtime import Resources, Runtime
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
-from headrace.actors.runtime.version import RUNNING
 from headrace.actors.telemetry.page.actor import NOT_SENT, Observer
 from headrace.actors.telemetry.spans.limit import keep_spans, make_room
 from headrace.actors.telemetry.spans.store import FOLDER
@@ -91,8 +90,8 @@ class Externals:
     """Interval between the supervision's checks, in seconds."""
 
 
-class ServiceParts(GuardedActors):
-    """Base class of the services, which starts the actors that they share.
+class RunActors(GuardedActors):
+    """The actors of a run or of an evaluation, each started by a method.
 
     Without a directory, which requires simulated engines and sandboxes, the ledgers of rollouts and sandboxes are in
     memory and nothing is recorded.
@@ -118,7 +117,7 @@ class ServiceParts(GuardedActors):
         self._directory = directory
         self._evaluations = evaluations
         self._tasks = tasks
-        self._observing = ActorTelemetry(
+        self.observing = ActorTelemetry(
             config=config.telemetry,
             run_dir=None if directory is None else directory.path,
             run_id="" if directory is None else identity_of(directory),
@@ -127,16 +126,12 @@ class ServiceParts(GuardedActors):
         self.gateways: list[GatewayActor] = []
         self._observer: Observer | None = None
 
-    async def identity(self) -> tuple[str, str]:
-        """Return the version of headrace and the digest of the configuration with which this service runs."""
-        return RUNNING, recipe_digest(self._config)
-
     @property
     def _control(self) -> Resources:
         """Resources of an actor on the node that has the run's state."""
         return self._config.cluster.on(Role.CONTROL)
 
-    async def _start_observer(self) -> None:
+    async def start_observer(self) -> None:
         """Start the observer, if there is anything for it to do. It starts first, so that it ends last."""
         telemetry = self._config.telemetry
         if self._directory is not None and (telemetry.otlp_endpoint or telemetry.page):
@@ -157,33 +152,33 @@ class ServiceParts(GuardedActors):
             assert self._directory is not None
             logger.warning(NOT_SENT, self._directory.path, self._config.telemetry.otlp_endpoint)
 
-    async def _keep_house(self) -> None:
+    async def keep_house(self) -> None:
         """Delete old files beside the ledger, according to the retention config, until cancelled."""
         while self._directory is not None:
             await asyncio.to_thread(keep_house, self._directory, self._config.retention)
             await asyncio.to_thread(keep_spans, self._directory.path, self._config.telemetry, self._config.retention)
             await asyncio.sleep(EVERY_S)
 
-    async def _call_observer(self) -> None:
+    async def call_observer(self) -> None:
         """Call the observer regularly until cancelled: a restarted actor begins at its first call."""
         while self._observer is not None:
             await or_none(self._observer.status)
             await asyncio.sleep(OBSERVER_EVERY_S)
 
-    async def _start_pool(self) -> None:
-        self.pool = await self._spawn(
+    async def start_pool(self) -> None:
+        self.pool = await self.spawn(
             "sandbox-pool",
             SandboxPool,
             self._config.sandbox,
             directory=self._directory,
             clock=self._externals.clock,
             provider=self._externals.provider,
-            observing=self._observing,
+            observing=self.observing,
             resources=self._control,
         )
 
-    async def _start_replay(self) -> None:
-        self.replay = await self._spawn(
+    async def start_replay(self) -> None:
+        self.replay = await self.spawn(
             "replay",
             Replay,
             self._config.buffer,
@@ -192,13 +187,13 @@ class ServiceParts(GuardedActors):
             tasks=self._externals.tasks,
             clock=self._externals.clock,
             limits=row_limits(self._config.learner),
-            metrics=self._externals.metrics if self._directory is None else self._observing.metrics(),
+            metrics=self._externals.metrics if self._directory is None else self.observing.metrics(),
             copies=None if self._directory is None else self._directory.shared,
             sources=self._config.mix(),
             resources=self._control,
         )
 
-    async def _start_gateways(self) -> None:
+    async def start_gateways(self) -> None:
         """Reserve the rollout units, and start the gateways of each. Simulated engines need none, because their
         sessions are in the workers."""
         cluster, processes = self._config.cluster, range(self._config.gateway.processes)
@@ -219,7 +214,7 @@ class ServiceParts(GuardedActors):
         config, directory = self._config, self._directory
         assert directory is not None
         suffix = f"{unit.suffix}.{process}" if process else unit.suffix
-        return await self._spawn(
+        return await self.spawn(
             f"gateway{suffix}",
             GatewayActor,
             GatewayConfig(
@@ -231,22 +226,22 @@ class ServiceParts(GuardedActors):
                 **config.gateway.model_dump(),
             ),
             address_file=directory.path / f"gateway{suffix}.json",
-            observing=self._observing,
+            observing=self.observing,
             resources=unit.resources(config.cluster),
         )
 
-    async def _start_workers(self, replay: RolloutStore) -> None:
+    async def start_workers(self, replay: RolloutStore) -> None:
         """Start engines and evaluators, then the workers that need both."""
         config = self._config
         async with asyncio.TaskGroup() as starting:
             engines = starting.create_task(self._spawn_engines(replay))
             evaluators = [
                 starting.create_task(
-                    self._spawn(
+                    self.spawn(
                         f"evaluator{unit.suffix}",
                         Evaluator,
                         self.pool,
-                        self._observing,
+                        self.observing,
                         lease_s=config.rollout.lease_s,
                         resources=unit.resources(config.cluster),
                     )
@@ -257,7 +252,7 @@ class ServiceParts(GuardedActors):
         async with asyncio.TaskGroup() as starting:
             workers = [
                 starting.create_task(
-                    self._spawn(
+                    self.spawn(
                         f"worker-{unit.number * config.service.workers + index}",
                         RolloutWorker,
                         self._worker_parts(replay, unit),
@@ -272,7 +267,7 @@ class ServiceParts(GuardedActors):
     async def _spawn_engines(self, replay: RolloutStore) -> EngineGroup | SimulatedEngineGroup:
         config = self._config
         if config.engines.is_simulated:
-            return await self._spawn(
+            return await self.spawn(
                 "engines",
                 SimulatedEngineGroup,
                 config.engines.simulated,
@@ -287,7 +282,7 @@ class ServiceParts(GuardedActors):
             for own in config.by_source().values()
         )
         context = config.engines.max_context_tokens or longest
-        return await self._spawn(
+        return await self.spawn(
             "engines",
             EngineGroup,
             config.engines.model_copy(update={"max_context_tokens": context}),
@@ -296,15 +291,15 @@ class ServiceParts(GuardedActors):
             metrics=replay,
             model_dir=config.model.path,
             seed=config.service.seed,
-            observing=self._observing,
+            observing=self.observing,
             runtime=self._runtime,
             snapshots=(self._directory.weights, self._directory.checkpoints),
             shared=self._directory.storage / "engines",
             resources=replace(self._control, gpus=local_gpus(config.engines, config.push)),
         )
 
-    async def _start_dispatcher(self, replay: RolloutStore) -> None:
-        self.dispatcher = await self._spawn(
+    async def start_dispatcher(self, replay: RolloutStore) -> None:
+        self.dispatcher = await self.spawn(
             "dispatcher",
             Dispatcher,
             self._config.dispatcher,
@@ -314,11 +309,11 @@ class ServiceParts(GuardedActors):
             evaluations=self._evaluations,
             engines=self.engines,
             sources=tuple(source.name for source in self._config.tasks.sources),
-            observing=self._observing,
+            observing=self.observing,
             resources=self._control,
         )
 
-    async def _start_learner(self) -> None:
+    async def start_learner(self) -> None:
         learner: LearnerConfig | SlimeTerms | SimulatedLearnerConfig = self._config.learner
         if self._config.learner.kind == "slime":
             learner = slime_terms(self._config)
@@ -334,14 +329,14 @@ class ServiceParts(GuardedActors):
         recorded = None if self._directory is None else await asyncio.to_thread(read_configuration, self._directory)
         cluster = self._config.cluster
         await self._reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
-        self.learner = await self._spawn(
+        self.learner = await self.spawn(
             LEARNER,
             ExternalTrainerLoop if self._config.learner.kind == "external" else LearnerLoop,
             self._config.training,
             learner,
             replay=self.replay,
             engines=self.engines,
-            observing=self._observing,
+            observing=self.observing,
             configuration=recorded,
             resources=cluster.in_bundle(LEARNER_BUNDLE, gpus=self._config.learner.gpus),
         )
@@ -358,12 +353,12 @@ class ServiceParts(GuardedActors):
             gateways=tuple(self.gateways[first : first + config.gateway.processes]),
             simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,
             lease_s=config.rollout.lease_s,
-            observing=self._observing,
+            observing=self.observing,
             evaluations=self._evaluations,
             services=config.services,
         )
 
-    def _refuse_full_disk(self) -> None:
+    def refuse_full_disk(self) -> None:
         if self._directory is None:
             return
         wanted = self._config.service.min_free_bytes
@@ -375,22 +370,22 @@ class ServiceParts(GuardedActors):
             raise DiskFull(missing_space(full, wanted))
         # Those end the run only if something fails because of them.
         for name, folder in (self._full | full).items():
-            change = self._absences.lost if name in full else self._absences.back
+            change = self.absences.lost if name in full else self.absences.back
             change(f"space on the disk of {folder} ({name}: {WAITING[name]})")
         self._full = full
 
 
-def supervised_actors(service: ServiceParts, learner: LearnerLoop | None = None) -> SupervisedActors:
-    """Return the actors that a service's supervision checks; an evaluation has no learner."""
+def supervised_actors(actors: RunActors, learner: LearnerLoop | None = None) -> SupervisedActors:
+    """Return the actors that supervision checks; an evaluation has no learner."""
     return SupervisedActors(
         learner=learner,
-        dispatcher=service.dispatcher,
-        pool=service.pool,
-        evaluators=service.evaluators,
-        gateways=service.gateways,
+        dispatcher=actors.dispatcher,
+        pool=actors.pool,
+        evaluators=actors.evaluators,
+        gateways=actors.gateways,
         # Simulated engines have no gateway, and no state to report.
-        engines=cast("EngineGroup", service.engines) if service.gateways else None,
-        workers=service.workers,
+        engines=cast("EngineGroup", actors.engines) if actors.gateways else None,
+        workers=actors.workers,
     )
 
 

@@ -29,7 +29,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.node_drain import RunLeft, leave_node
-from headrace.actors.run.parts import Externals, ServiceParts, periodic_evaluations, supervised_actors
+from headrace.actors.run.parts import Externals, RunActors, periodic_evaluations, recipe_digest, supervised_actors
 from headrace.actors.run.progress import Progress
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import (
@@ -41,9 +41,12 @@ from headrace.actors.run.supervision import (
     readiness_of,
 )
 from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
+from headrace.actors.runtime.actors.nodes import Process, this_process
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.recording import record
+from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import Runtime
+from headrace.actors.runtime.version import RUNNING
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
 from headrace.buffer.primitives.single_flight import SingleFlight
@@ -59,7 +62,7 @@ STALL_RECORD_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class Service(ServiceParts):
+class Service(ResourceOwner):
     """Actor that executes one run from the first to the last step."""
 
     def __init__(
@@ -75,7 +78,10 @@ class Service(ServiceParts):
         tasks = TaskCatalog(train=given.tasks, evaluation=given.heldout or given.tasks)
         if directory is not None:
             tasks = TaskCatalog(train=directory.train_tasks, evaluation=directory.heldout_tasks)
-        super().__init__(config, directory, runtime, evaluations=evaluations, tasks=tasks, externals=externals)
+        super().__init__()
+        self.actors = RunActors(config, directory, runtime, evaluations=evaluations, tasks=tasks, externals=given)
+        self._config, self._directory, self._runtime = config, directory, runtime
+        self._evaluations, self._externals = evaluations, given
         self._started_s = time.monotonic()
         self._phase = "starting"
         self._draining = asyncio.Event()
@@ -91,20 +97,21 @@ class Service(ServiceParts):
         folder = self._directory
         heldout = self._externals.heldout if folder is None else load_tasks(folder.heldout_tasks)
         self._heldout = self._config.held_out(heldout)
-        async with self._starting():
-            await self._start_observer()
+        self._stack.push_async_exit(self.actors.__aexit__)
+        async with self.actors.starting():
+            await self.actors.start_observer()
             async with asyncio.TaskGroup() as starting:
-                for start in (self._start_replay, self._start_pool, self._start_gateways):
+                for start in (self.actors.start_replay, self.actors.start_pool, self.actors.start_gateways):
                     starting.create_task(start())
-            await self._start_workers(self.replay)
+            await self.actors.start_workers(self.actors.replay)
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._start_dispatcher(self.replay))
-                starting.create_task(self._start_learner())
+                starting.create_task(self.actors.start_dispatcher(self.actors.replay))
+                starting.create_task(self.actors.start_learner())
             self._supervision = Supervision(
                 self._config,
                 self._runtime,
-                self.replay,
-                supervised_actors(self, self.learner),
+                self.actors.replay,
+                supervised_actors(self.actors, self.actors.learner),
                 interval_s=self._externals.check_interval_s,
             )
             # Entered last, so that a call of `run` in progress ends before its actors stop.
@@ -123,8 +130,8 @@ class Service(ServiceParts):
     async def _run(self) -> bool:
         self._no_more_steps = False
         try:
-            async with self._guarded(self._supervise()) as tasks:
-                beside = [tasks.create_task(self._keep_house()), tasks.create_task(self._call_observer())]
+            async with self.actors.guarded(self._supervise()) as tasks:
+                beside = [tasks.create_task(self.actors.keep_house()), tasks.create_task(self.actors.call_observer())]
                 done = await self._train_and_evaluate(tasks)
                 for task in beside:
                     task.cancel()
@@ -137,11 +144,11 @@ class Service(ServiceParts):
     async def progress(self) -> Progress:
         """Return the current progress; for an actor that is restarting, its last known value is used, if any."""
         replay, learner, dispatcher, pool, gateway = await asyncio.gather(
-            or_none(self.replay.status),
-            or_none(self.learner.status),
-            or_none(self.dispatcher.status),
-            or_none(self.pool.status),
-            or_none(partial(stats_of, self.gateways) if self.gateways else None),
+            or_none(self.actors.replay.status),
+            or_none(self.actors.learner.status),
+            or_none(self.actors.dispatcher.status),
+            or_none(self.actors.pool.status),
+            or_none(partial(stats_of, self.actors.gateways) if self.actors.gateways else None),
         )
         now_s, tokens = time.monotonic(), gateway.sampled_tokens if gateway else 0
         then_s, before = self._last_tokens
@@ -167,16 +174,28 @@ class Service(ServiceParts):
             untrained=gateway.coverage.alarm if gateway else "",
             held_up_by=(replay.held if replay else "") or failing_line(replay) or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
-            absent=tuple(self._absences.lines(self._externals.clock())),
+            absent=tuple(self.actors.absences.lines(self._externals.clock())),
         )
+
+    async def identity(self) -> tuple[str, str]:
+        """Return the version of headrace and the digest of the configuration with which this service runs."""
+        return RUNNING, recipe_digest(self._config)
+
+    async def process_ids(self) -> dict[str, int]:
+        """Return the process id of each actor by name, for operators and fault tests."""
+        return await self.actors.process_ids()
+
+    async def processes(self) -> list[Process]:
+        """Return the processes of the run's actors that are known, wherever they are."""
+        return [this_process(), *self._runtime.processes()]
 
     async def readiness(self) -> dict[str, Any]:
         """Return the fields of `runs.contract.Readiness`."""
-        return await readiness_of(supervised_actors(self, self.learner), self.replay, self._config)
+        return await readiness_of(supervised_actors(self.actors, self.actors.learner), self.actors.replay, self._config)
 
     async def leave_node(self, node: str, host: str, *, deadline_s: float) -> RunLeft:
         """See `node_drain.leave_node`."""
-        actors = supervised_actors(self, self.learner)
+        actors = supervised_actors(self.actors, self.actors.learner)
         dispatcher, engines, learner = actors.dispatcher, actors.engines, actors.learner
         return await leave_node(
             node, host, dispatcher=dispatcher, engines=engines, learner=learner, deadline_s=deadline_s
@@ -186,7 +205,7 @@ class Service(ServiceParts):
         """Stop issuing rollouts, save after the current step, and make `run` return False."""
         self._phase = "draining"
         self._draining.set()
-        await until_back(self.learner.drain)
+        await until_back(self.actors.learner.drain)
 
     async def _evaluated_base(self) -> bool:
         """Run the base evaluation; return False if the run is drained before the evaluation is done. A resumed run
@@ -212,7 +231,7 @@ class Service(ServiceParts):
         return self._step >= step
 
     async def _train_and_evaluate(self, tasks: asyncio.TaskGroup) -> bool:
-        await keep_running(self.learner.open, self.learner.status)
+        await keep_running(self.actors.learner.open, self.actors.learner.status)
         self._phase = "base evaluation"
         opening = tasks.create_task(self._keep_learner_open())
         evaluated = await self._evaluated_base()
@@ -220,24 +239,24 @@ class Service(ServiceParts):
         if not evaluated:
             return False
         self._phase = "training"
-        dispatching = tasks.create_task(keep_running(self.dispatcher.run, self.dispatcher.status))
+        dispatching = tasks.create_task(keep_running(self.actors.dispatcher.run, self.actors.dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
         # A learner that was restarted in the meantime may not know that the run drains.
         await until_back(self._ready_learner)
-        end = await keep_running(self.learner.run, self._ready_learner)
+        end = await keep_running(self.actors.learner.run, self._ready_learner)
         # Supervision may have seen none of the steps: after a late restart of the service all may be done already.
-        learner = await or_none(self.learner.status)
+        learner = await or_none(self.actors.learner.status)
         completed = end.used_up or end.version.step >= self._config.training.steps
         if not completed:
             on_the_way.cancel()
         self._end_steps()
         self._note(end.version.step, learner.last if learner else None)
         dispatching.cancel()
-        await until_back(self.dispatcher.stop_training)
+        await until_back(self.actors.dispatcher.stop_training)
         if not completed:
             return False
         if end.used_up:
-            parked = (await until_back(self.replay.status)).parked
+            parked = (await until_back(self.actors.replay.status)).parked
             folder, trained = self._directory, self._externals.tasks
             trained = trained if folder is None else await asyncio.to_thread(load_tasks, folder.train_tasks)
             for name, number in Counter(map(self._config.source_of, trained)).items():
@@ -258,7 +277,7 @@ class Service(ServiceParts):
         weights until a learner pushes some."""
         while True:
             await asyncio.sleep(self._externals.check_interval_s)
-            await keep_running(self.learner.open, self.learner.status)
+            await keep_running(self.actors.learner.open, self.actors.learner.status)
 
     def _end_steps(self) -> None:
         """Wake all callers of `reached` that wait for steps beyond the last one."""
@@ -267,9 +286,9 @@ class Service(ServiceParts):
 
     async def _ready_learner(self) -> None:
         """Wait for the learner, and repeat an earlier drain request, which a restarted learner does not know."""
-        await self.learner.status()
+        await self.actors.learner.status()
         if self._draining.is_set():
-            await self.learner.drain()
+            await self.actors.learner.drain()
 
     async def _evaluate_on_the_way(self) -> None:
         """Evaluate every `evaluation.every_steps` during training; the base and final evaluations are separate."""
@@ -280,7 +299,7 @@ class Service(ServiceParts):
             if not await self.reached(step):
                 return
             tag = f"step-{step}"
-            if self._no_more_steps and not await until_back(partial(self.replay.evaluated, GroupId(tag))):
+            if self._no_more_steps and not await until_back(partial(self.actors.replay.evaluated, GroupId(tag))):
                 logger.warning("evaluation %s is skipped: it had not started when training ended", tag)
                 continue
             await self._evaluate_once(tag, self._config.evaluation.samples_on_the_way)
@@ -299,7 +318,8 @@ class Service(ServiceParts):
         if rated is not None:
             await asyncio.to_thread(begin_evaluation, rated, step)
         summary = await keep_running(
-            lambda: self.dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self.dispatcher.status
+            lambda: self.actors.dispatcher.evaluate(self._heldout, samples=samples, tag=tag),
+            self.actors.dispatcher.status,
         )
         if rated is not None:
             rate = partial(end_evaluation, rated, tag=tag, success=summary.success, versions=summary.versions)
@@ -309,8 +329,8 @@ class Service(ServiceParts):
             return
         self._success = summary.success
         # In this order, a crash in between duplicates a metrics record, but never loses one.
-        await record(self.replay, EvaluationMetric(step=step, **asdict(summary)))
-        await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
+        await record(self.actors.replay, EvaluationMetric(step=step, **asdict(summary)))
+        await until_back(lambda: self.actors.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
         ended[tag] = summary.success
         if self._evaluations is not None:
             root, now_s = self._evaluations.root, self._externals.clock()
@@ -319,7 +339,7 @@ class Service(ServiceParts):
     async def _ended_evaluations(self) -> dict[str, float | None]:
         """Return the success of the evaluations that have ended, by tag, from a cache: long runs have thousands."""
         if self._ended is None:
-            self._ended = await until_back(self.replay.ended_evaluations)
+            self._ended = await until_back(self.actors.replay.ended_evaluations)
         return self._ended
 
     async def _supervise(self) -> NoReturn:
@@ -330,9 +350,9 @@ class Service(ServiceParts):
         longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(interval_s)
-            self._refuse_full_disk()
+            self.actors.refuse_full_disk()
             status = await self._supervision.check()
-            note_trainer(self._absences, status.learner)
+            note_trainer(self.actors.absences, status.learner)
             if status.learner and status.learner.version:
                 self._note(status.learner.version.step, status.learner.last)
             now_s = clock.read(now())
@@ -340,10 +360,10 @@ class Service(ServiceParts):
             if (warning := reason or detector.warning(now_s)) is not None:
                 logger.warning("%s", warning)
                 await record(
-                    self.replay, StallMetric(ended=reason is not None, reason=warning), deadline_s=STALL_RECORD_S
+                    self.actors.replay, StallMetric(ended=reason is not None, reason=warning), deadline_s=STALL_RECORD_S
                 )
             if reason is not None:
-                progress, stored = await self.progress(), await or_none(self.replay.status)
+                progress, stored = await self.progress(), await or_none(self.actors.replay.status)
                 raise RunStalled(f"{reason}; {diagnosis_of(progress, stored, self._supervision)}")
 
     def _note(self, step: int, last: StepReport | None) -> None:

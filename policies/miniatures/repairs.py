@@ -49,7 +49,7 @@ SUBMIT: Final = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 OUTPUT: Final = "</returncode>\n<output>\n"
 MALFORMED: Final = "No valid bash command."
 MARKER: Final = ("[", " earlier turns are omitted]")
-"""The parts of the message that stands for omitted turns (`actors.loop.contexts`)."""
+"""The parts of the message that stands for omitted turns (`actors.agents.loop.contexts`)."""
 COMMIT: Final = (
     "git init -q -b main && git add -A && "
     "git -c user.name=headrace -c user.email=headrace@example.invalid commit -q -m base"

@@ -1,8 +1,8 @@
 """The miniatures of Endless Terminals and Echo: tasks that a policy solves in one shell, by looking before it acts.
 
 Invariants:
-- The tasks are the generated terminal tasks (`buffer.datasets.terminal`), graded by a verifier in Harbor's form: its
-  tests arrive after the agent has ended.
+- The tasks are the generated terminal tasks (`buffer.tasks.datasets.terminal`), graded by a verifier in Harbor's form:
+  its tests arrive after the agent has ended.
 - The two miniatures differ in the form of actions: tags for Endless Terminals, tool calls for Echo.
 """
 

@@ -246,7 +246,7 @@ def months(
     to the first order, the longest gap of any actor while each is restarted, the longest wait of an offer during a
     checkpoint, and the buffer's memory; with files in the current format and in the previous one. Exit code 3: a figure
     exceeds its limit."""
-    from benches.months_bench import measure
+    from benches.long_runs.months_bench import measure
 
     with tempfile.TemporaryDirectory(prefix="headrace-months-", dir=folder) as place:
         figures = measure(Path(place), days=days, say=Console(stderr=True).print)

@@ -111,22 +111,22 @@ async def run_load(
     warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
     write_tasks(directory.heldout_tasks, warm_up)
     async with Service(config, directory, runtime) as service:
-        await service.learner.open()
-        await service.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
+        await service.actors.learner.open()
+        await service.actors.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
         idle_cpu_per_s = await idle_cpu(idle_s)
         parts = (
-            service.replay,
-            service.pool,
-            service.evaluators[0],
-            service.engines,
-            service.dispatcher,
-            service.learner,
+            service.actors.replay,
+            service.actors.pool,
+            service.actors.evaluators[0],
+            service.actors.engines,
+            service.actors.dispatcher,
+            service.actors.learner,
         )
-        actors: list[object] = [*parts, *service.workers]
+        actors: list[object] = [*parts, *service.actors.workers]
         calls, used_s, start_s = await calls_of(runtime, actors), cpu_s(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(service.dispatcher.run())
-            await service.learner.run()
+            running = tasks.create_task(service.actors.dispatcher.run())
+            await service.actors.learner.run()
             measured = Measured(
                 cpu_s=cpu_s() - used_s,
                 wall_s=time.monotonic() - start_s,

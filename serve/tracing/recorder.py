@@ -1,7 +1,8 @@
 """Spans of the OpenTelemetry API that are made to be written to a file.
 
 The SDK's spans cost three times as much and more (`scripts/bench tracing --parts span`): they are made for any sampler,
-processor and exporter. Those that a receiver gets are made by the SDK, from the files (`actors/telemetry/spans/receiver.py`).
+processor and exporter. Those that a receiver gets are made by the SDK, from the files
+(`actors/telemetry/spans/receiver.py`).
 
 Invariants:
 - Attributes, links and events beyond the limits are dropped; texts are cut off at `MAX_TEXT_CHARACTERS`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benches.soak import DRIVER, Fault, Soak, SoakPlan
+from benches.long_runs.soak import DRIVER, Fault, Soak, SoakPlan
 
 
 @pytest.mark.timeout(900)

@@ -407,7 +407,7 @@ def test_a_client_without_the_token_cannot_join() -> None:
 
 def test_an_already_imported_ray_is_refused(tmp_path: Path) -> None:
     code = (
-        "import ray, sys; from pathlib import Path; from headrace.actors.runtime.actors.runtime import start_local_ray; "
+        "import ray, sys; from headrace.actors.runtime.actors.runtime import start_local_ray; "
         "start_local_ray(sys.argv[1], object_store_bytes=128 << 20)"
     )
     embedding = subprocess.run(

@@ -42,7 +42,7 @@ os.setgroups([])
 os.setresgid(user, user, user)
 os.setresuid(user, user, user)
 stdlib_process.sys = types.SimpleNamespace(executable=python)
-stdlib_process.__file__ = folder + "/package/kernel/stdlib_process.py"
+stdlib_process.__file__ = folder + "/package/linux/stdlib_process.py"
 os.environ.clear()
 os.environ["HOME"] = folder
 found = {}

@@ -48,7 +48,7 @@ def run_mix(config: RunConfig, folder: Path) -> Evidence:
             try:
                 await service.run()
             finally:
-                await service.replay.export(folder)
+                await service.actors.replay.export(folder)
 
     folder.mkdir()
     try:

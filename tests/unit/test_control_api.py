@@ -364,7 +364,7 @@ async def test_unknown_routes_are_refused_as_json(rig: ControlRig) -> None:
 def test_the_page_lists_every_route_and_every_code(rig: ControlRig) -> None:
     page = (ROOT / "docs" / "control_api.md").read_text()
     assert set(re.findall(r"^\| (GET|POST|DELETE) `(\S+)` \|", page, re.MULTILINE)) == set(_routes(rig))
-    sources = "".join(path.read_text() for path in (ROOT / "actors" / "control").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "actors" / "cluster" / "api").glob("*.py"))
     codes = set(re.findall(r'(?:Refusal|refused)\(\s*(?:\d+|status), "(\w+)"', sources))
     codes |= {code for _, _, code in refusals.CODES} | {refusals.INTERNAL}
     errors = page.split("## Errors")[1].split("## Quotas")[0]

@@ -13,6 +13,7 @@ import pytest
 from headrace.actors.cluster.api import pages as control_pages
 from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import RunError
+from headrace.actors.telemetry.page import page_processes
 from headrace.actors.telemetry.page.page_processes import MountedPages, PageRequest
 from support.control_rig import KEYS, Answer, ControlRig, write_keys
 from support.observer_rig import simulated_run
@@ -161,7 +162,7 @@ async def test_a_stream_of_events_ends_with_its_first_event(tmp_path: Path, run_
 
 
 def pages_alive() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "observer.mounted" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "page.page_processes" in " ".join(child.cmdline())]
 
 
 async def test_a_page_that_died_is_started_again_and_idle_ones_end(tmp_path: Path, run_folder: Path) -> None:
@@ -182,7 +183,7 @@ async def test_a_page_that_died_is_started_again_and_idle_ones_end(tmp_path: Pat
 async def test_the_page_that_was_asked_longest_ago_makes_room(
     tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mounted, "MAX_PAGES", 1)
+    monkeypatch.setattr(page_processes, "MAX_PAGES", 1)
     pages, link = MountedPages(), tmp_path / "link"
     link.symlink_to(run_folder)
     await pages.get(run_folder, PageRequest(path=""))

@@ -11,7 +11,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from benches.months import write_run
+from benches.long_runs.months import write_run
 
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence, read_open, streamed

@@ -13,7 +13,7 @@ from headrace.actors.record.files.absences import Absences
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.parts import ServiceParts, periodic_evaluations
+from headrace.actors.run.parts import RunActors, periodic_evaluations
 from headrace.actors.runtime.actors.call_guard import AwakeClock, guard
 from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.simulation.virtual.virtual_time import VirtualTimeLoop, run_virtual
@@ -119,13 +119,13 @@ def test_time_paused_is_not_counted() -> None:
     assert clock.paused_within(0.5) == 0.0
 
 
-class Parts(ServiceParts):
+class Parts(RunActors):
     """Starts three actors, of which the last fails."""
 
     async def start(self) -> None:
-        async with self._starting():
+        async with self.starting():
             for name in ("found", "new", "broken"):
-                await self._spawn(name, object)
+                await self.spawn(name, object)
 
 
 class Spawning:

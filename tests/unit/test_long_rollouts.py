@@ -29,18 +29,18 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
     said: list[str] = []
     clock = asyncio.get_running_loop().time
     async with open_service(plan, InlineRuntime(), clock=clock) as service, asyncio.TaskGroup() as tasks:
-        await service.learner.open()
+        await service.actors.learner.open()
         detector = stall_detector(config, clock()) if stall_s is None else StallDetector(clock(), stall_s)
 
         async def watch() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                signs = signs_of(await snapshot_of(supervised_actors(service, service.learner)), work_clocks(config))
+                signs = signs_of(await snapshot_of(supervised_actors(service.actors, service.actors.learner)), work_clocks(config))
                 lines = (detector.stalled(clock(), signs), detector.warning(clock()))
                 said.extend(line for line in lines if line is not None)
 
         watching = tasks.create_task(watch())
-        await service.dispatcher.evaluate(plan.task_set()[:ANSWERS], samples=1, tag="base")
+        await service.actors.dispatcher.evaluate(plan.task_set()[:ANSWERS], samples=1, tag="base")
         watching.cancel()
     return said
 

@@ -13,7 +13,7 @@ import pytest
 from markupsafe import Markup
 
 from headrace.actors.errors import RunError
-from headrace.actors.telemetry.page import computed
+from headrace.actors.telemetry.page import computed, slow_verdicts
 from headrace.actors.telemetry.page.changes import ChangeWatch
 from headrace.actors.telemetry.page.computed import Busy, Computed, ComputedByKey
 from headrace.actors.telemetry.page.drawing import WIDTH, histogram, stacked
@@ -232,9 +232,9 @@ def test_a_large_run_is_explained_by_a_process_of_its_own(tmp_path: Path, monkey
     here, time_of_one = explain_here(run), time_here(run, "g000000-0")
     assert time_of_one is not None
     assert time_here(run, "none") is None
-    monkeypatch.setattr(explained, "LARGE_BYTES", 0)
-    assert explained.explained(run) == here
+    monkeypatch.setattr(slow_verdicts, "LARGE_BYTES", 0)
+    assert slow_verdicts.explained(run) == here
     assert time_of(run, "g000000-0") == time_of_one
     (tmp_path / "ledger.db").write_bytes(b"not a database at all")
     with pytest.raises(LedgerRefused, match=r"ledger\.db"):
-        explained.explained(tmp_path)
+        slow_verdicts.explained(tmp_path)

@@ -35,17 +35,17 @@ PLAN = SimulationPlan(
 async def run_through_outage(folder):
     async with open_service(PLAN, InlineRuntime(), clock=asyncio.get_running_loop().time) as service:
         async with asyncio.TaskGroup() as tasks:
-            dispatching = tasks.create_task(service.dispatcher.run())
-            learning = tasks.create_task(service.learner.run())
+            dispatching = tasks.create_task(service.actors.dispatcher.run())
+            learning = tasks.create_task(service.actors.learner.run())
             await asyncio.sleep(BEGINS_S)
-            await service.engines.go_down()
+            await service.actors.engines.go_down()
             await asyncio.sleep(AWAY_S)
-            held = (await service.replay.status()).held
-            await service.engines.come_back()
+            held = (await service.actors.replay.status()).held
+            await service.actors.engines.come_back()
             await learning
             dispatching.cancel()
-        await service.replay.export(folder)
-        return held, await service.replay.status()
+        await service.actors.replay.export(folder)
+        return held, await service.actors.replay.status()
 
 
 def test_a_ten_minute_engine_outage_parks_and_charges_no_task(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE_FILES = tuple(ROOT / "actors" / "observer" / name for name in ("templates", "static"))
+PAGE_FILES = tuple(ROOT / "actors" / "telemetry" / "page" / name for name in ("templates", "static"))
 RANKS = {"sandboxes": 0, "buffer": 0, "policies": 1, "serve": 2, "actors": 3}
 PRIMITIVES = "headrace.buffer.primitives"
 """What sandboxes may import of the buffer: file locks and the like, which need nothing else of it."""

@@ -21,12 +21,13 @@ from headrace.actors.rollouts.records import EvaluationRecords
 from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.actors.run.config import RunConfig
-from headrace.actors.run.parts import ServiceParts, supervised_actors
+from headrace.actors.run.parts import RunActors, supervised_actors
 from headrace.actors.run.progress import Progress
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_of
 from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learner import WeightsSnapshot
@@ -34,7 +35,7 @@ from headrace.policies.learner import WeightsSnapshot
 SUPERVISION_S = 1.0
 
 
-class EvaluationService(ServiceParts):
+class EvaluationService(ResourceOwner):
     """One evaluation of one policy on `tasks`. `weights` are the weights of the model that `config` names, with their
     version."""
 
@@ -48,7 +49,9 @@ class EvaluationService(ServiceParts):
         tasks: Sequence[Task],
         weights: WeightsSnapshot,
     ) -> None:
-        super().__init__(
+        super().__init__()
+        self._config = config
+        self._actors = RunActors(
             config, directory, runtime, evaluations=evaluations, tasks=TaskCatalog(evaluation=tuple(tasks))
         )
         self._held_out = tasks
@@ -57,28 +60,34 @@ class EvaluationService(ServiceParts):
         self._wanted = 0
 
     async def __aenter__(self) -> Self:
-        async with self._starting():
+        self._stack.push_async_exit(self._actors.__aexit__)
+        async with self._actors.starting():
             async with asyncio.TaskGroup() as starting:
-                records = starting.create_task(self._spawn("records", EvaluationRecords, self._observing.metrics()))
-                starting.create_task(self._start_pool())
-                starting.create_task(self._start_gateways())
-            await self._start_workers(records.result())
-            await self._start_dispatcher(records.result())
+                records = starting.create_task(
+                    self._actors.spawn("records", EvaluationRecords, self._actors.observing.metrics())
+                )
+                starting.create_task(self._actors.start_pool())
+                starting.create_task(self._actors.start_gateways())
+            await self._actors.start_workers(records.result())
+            await self._actors.start_dispatcher(records.result())
         return self
 
     async def run(self, *, samples: int, tag: str) -> EvaluationSummary:
         """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and fatal errors of the
         dispatcher."""
         self._wanted = len(self._held_out) * samples
-        async with self._guarded(self._supervise()):
-            await until_back(lambda: self.engines.push(self._weights, rollouts_in_flight=0))
+        async with self._actors.guarded(self._supervise()):
+            await until_back(lambda: self._actors.engines.push(self._weights, rollouts_in_flight=0))
             return await keep_running(
-                lambda: self.dispatcher.evaluate(self._held_out, samples=samples, tag=tag), self.dispatcher.status
+                lambda: self._actors.dispatcher.evaluate(self._held_out, samples=samples, tag=tag),
+                self._actors.dispatcher.status,
             )
 
     async def progress(self) -> Progress:
         """Return the current progress, with one step per answer."""
-        dispatcher, pool = await asyncio.gather(or_none(self.dispatcher.status), or_none(self.pool.status))
+        dispatcher, pool = await asyncio.gather(
+            or_none(self._actors.dispatcher.status), or_none(self._actors.pool.status)
+        )
         return Progress(
             phase="evaluation",
             step=min(dispatcher.answered, self._wanted) if dispatcher else 0,
@@ -95,7 +104,7 @@ class EvaluationService(ServiceParts):
         longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)
-            self._refuse_full_disk()
-            status = await snapshot_of(supervised_actors(self))
+            self._actors.refuse_full_disk()
+            status = await snapshot_of(supervised_actors(self._actors))
             if (reason := detector.stalled(clock.read(time.monotonic()), signs_of(status, longest))) is not None:
                 raise RunStalled(f"{reason}; {await self.progress()}")

@@ -3,7 +3,7 @@
 Invariants:
 - Every actor has a name and is stopped when the service's context exits, in reverse order. All but those that nothing
   depends on are listed in `_actors`, so that they are guarded.
-- An actor that does not answer, and a bundle of resources that no node has free, are listed in `_absences` for as long.
+- An actor that does not answer, and a bundle of resources that no node has free, are listed in `absences` for as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from headrace.actors.errors import first_cause
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.actors.call_guard import guard
-from headrace.actors.runtime.actors.nodes import Bundle, Process, this_process
+from headrace.actors.runtime.actors.nodes import Bundle
 from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import PLAIN, Resources, Runtime
 
@@ -30,7 +30,7 @@ class GuardedActors(ResourceOwner):
         super().__init__()
         self._runtime = runtime
         self._hang_s = hang_s
-        self._absences = absences
+        self.absences = absences
         self._actors: dict[str, object] = {}
         self._roles: dict[str, str] = {}
         """Role of the node of each actor, on a cluster."""
@@ -40,15 +40,11 @@ class GuardedActors(ResourceOwner):
         """Return the process id of each actor by name, for operators and fault tests."""
         return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
 
-    async def processes(self) -> list[Process]:
-        """Return the processes of the run's actors that are known, wherever they are."""
-        return [this_process(), *self._runtime.processes()]
-
     @asynccontextmanager
-    async def _starting(self) -> AsyncIterator[None]:
+    async def starting(self) -> AsyncIterator[None]:
         """If the block fails, stop the actors that it started, and raise the first cause. Actors that were already
         running stay alive: they belong to the run, and the next service finds them."""
-        self._absences.begin()
+        self.absences.begin()
         try:
             yield
         except BaseException as error:
@@ -59,7 +55,7 @@ class GuardedActors(ResourceOwner):
             raise
 
     @asynccontextmanager
-    async def _guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
+    async def guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
         """Guard every actor and run `supervision` during the block. Raises DiskFull if the disk is full, whatever
         failed because of that, and otherwise the first cause."""
         try:
@@ -73,7 +69,7 @@ class GuardedActors(ResourceOwner):
                                 name,
                                 actor,
                                 self._hang_s,
-                                absences=self._absences,
+                                absences=self.absences,
                                 role=self._roles[name],
                             )
                         )
@@ -83,19 +79,19 @@ class GuardedActors(ResourceOwner):
                 for task in beside:
                     task.cancel()
         except BaseExceptionGroup as group:
-            self._refuse_full_disk()
+            self.refuse_full_disk()
             raise first_cause(group) from group
 
-    def _refuse_full_disk(self) -> None:
+    def refuse_full_disk(self) -> None:
         """Raise DiskFull if the disk of the run is full; the class below knows it."""
 
     async def _reserve(self, name: str, bundle: Bundle) -> None:
         """Reserve a bundle; while no node has its resources free, it is listed as absent."""
-        self._absences.lost(name, role=bundle.role, waits_for=bundle.described())
+        self.absences.lost(name, role=bundle.role, waits_for=bundle.described())
         await self._runtime.reserve(name, bundle)
-        self._absences.back(name)
+        self.absences.back(name)
 
-    async def _spawn(self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object) -> R:
+    async def spawn(self, name: str, cls: type[R], *args: object, resources: Resources = PLAIN, **kwargs: object) -> R:
         actor = await self._spawn_beside(name, cls, *args, resources=resources, **kwargs)
         self._actors[name], self._roles[name] = actor, resources.role or ""
         return actor

@@ -169,14 +169,14 @@ async def _run(plan: SimulationPlan, folder: Path) -> float:
             advice = "check for a rule that cannot be met, or too few slots for a batch"
             raise RunStalled(f"simulate: {stalled}; {advice}") from stalled
         ended_s = now()
-        learner = await service.learner.status()
+        learner = await service.actors.learner.status()
         steps = 0 if learner.version is None else learner.version.step
         if steps <= plan.warmup_steps:
             raise ConfigError(
                 f"simulate: the data is used up after {steps} of {plan.steps} steps, of which {plan.warmup_steps} are "
                 "the warm-up: raise tasks or buffer.passes, or lower steps"
             )
-        await service.replay.export(folder)
-        engines = cast("SimulatedEngineGroup", service.engines)
+        await service.actors.replay.export(folder)
+        engines = cast("SimulatedEngineGroup", service.actors.engines)
         generated_s = sum(load.generated_s for load in (await engines.status()).loads)
     return generated_s / ended_s

@@ -27,8 +27,8 @@ from typing import Any, Final
 import orjson
 import typer
 
-from benches.months import SAVE_EVERY, STEPS_PER_DAY, write_run
-from benches.soak_driver import Driver, log_of
+from benches.long_runs.months import SAVE_EVERY, STEPS_PER_DAY, write_run
+from benches.long_runs.soak_driver import Driver, log_of
 from headrace.actors.record.files.metrics import last_metric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig

@@ -30,7 +30,7 @@ import orjson
 import psutil
 import typer
 
-from benches.soak_driver import ANSWER_S, Driver, log_of
+from benches.long_runs.soak_driver import ANSWER_S, Driver, log_of
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
@@ -59,7 +59,7 @@ FAULT_EVERY: Final = 10
 """Number of kills between two faults of other kinds."""
 OUTAGE_S: Final = (60.0, 150.0)
 MAX_STALENESS: Final = 2
-RECIPE: Final = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
+RECIPE: Final = Path(__file__).resolve().parents[3] / "scripts" / "recipes" / "simulated.toml"
 RULES: Final = ("all", "count(3)", "fraction(0.5) & grace(0.5)", "all | expiring(1)")
 QUICK: Final = (
     "agent.simulated.durations.mean_s=0.6",
@@ -384,7 +384,7 @@ def main(
             soak_cluster(soaked, Path(folder), json, typer.echo)
         return
     if days:
-        from benches.months_bench import main as soak_months
+        from benches.long_runs.months_bench import main as soak_months
 
         soak_months(days, json)
         return

@@ -29,7 +29,7 @@ class Driver:
 
     def __init__(self, directory: RunDirectory) -> None:
         read, write = os.pipe()
-        command = [sys.executable, "-m", "benches.soaked_run", str(directory.path), str(write)]
+        command = [sys.executable, "-m", "benches.long_runs.soaked_run", str(directory.path), str(write)]
         with log_of(directory).open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write,), start_new_session=True

@@ -79,7 +79,7 @@ from headrace.buffer.trajectories.types import (
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, publish, stage, write_manifest
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[3]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"
 SCHEMA_2: Final = ROOT / "tests" / "golden" / "ledger_v2" / "ledger.db"
 """Ledger from which the table definitions of the older format are copied."""

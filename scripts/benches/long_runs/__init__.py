@@ -1,0 +1,1 @@
+"""Long runs: killed again and again, or as large as months of training leave them."""
