@@ -35,7 +35,8 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
         async def watch() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                signs = signs_of(await snapshot_of(supervised_actors(service.actors, service.actors.learner)), work_clocks(config))
+                status = await snapshot_of(supervised_actors(service.actors, service.actors.learner))
+                signs = signs_of(status, work_clocks(config))
                 lines = (detector.stalled(clock(), signs), detector.warning(clock()))
                 said.extend(line for line in lines if line is not None)
 

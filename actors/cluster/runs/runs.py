@@ -2,9 +2,9 @@
 
 Invariants:
 - What users asked for is durable before they get an answer; a restarted actor reads its table and drives on.
-- A run has at most one driver. The drivers and everything that they start survive this actor.
-- A failure is followed by another try only if its exit code says that one may succeed, after a wait that doubles.
-- Every node with a role has an agent. Actors and bundles of runs that are not live are removed.
+- The drivers of runs (`drivers`) and everything that they start survive this actor.
+- No question changes a run, except those about its engines, which the run's engine group answers. A service that does
+  not answer in time is a result, not an error.
 - Calls are answered from the table and from files. Only those about nodes wait for nodes, and none for a head that does
   not answer.
 """
@@ -12,20 +12,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn, Self
+from typing import Any, Final, Literal, Self
 
 from headrace.actors.cluster.nodes.head_watch import HeadWatch
-from headrace.actors.cluster.runs.cluster_nodes import ClusterNodes
-from headrace.actors.cluster.runs.contract import NodeDrained
-from headrace.actors.cluster.runs.driver import Ending, RunDriver, Wishes, ended_by
-from headrace.actors.cluster.runs.file_collection import EVERY_S, FileCollection
+from headrace.actors.cluster.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness
+from headrace.actors.cluster.runs.drivers import RunDrivers
 from headrace.actors.cluster.runs.grants import Rights
 from headrace.actors.cluster.runs.layout import (
     ClusterTerms,
@@ -38,11 +35,10 @@ from headrace.actors.cluster.runs.layout import (
     reopened,
     rollout_nodes,
 )
-from headrace.actors.cluster.runs.queries import RunQueries
-from headrace.actors.cluster.runs.quotas import next_to_start, refuse_oversized
+from headrace.actors.cluster.runs.log_pages import read_logs
+from headrace.actors.cluster.runs.quotas import refuse_oversized
 from headrace.actors.cluster.runs.records import (
     RAY_USER,
-    TRANSITIONS,
     ActualState,
     Caller,
     DesiredState,
@@ -51,60 +47,48 @@ from headrace.actors.cluster.runs.records import (
     RunRecord,
     Submission,
 )
-from headrace.actors.cluster.runs.sweep import sweep_unowned
+from headrace.actors.cluster.runs.run_book import RunBook
 from headrace.actors.cluster.runs.table import RunsTable
-from headrace.actors.errors import ConfigError, RunRefused
-from headrace.actors.record.files.absences import read_absences
+from headrace.actors.engines.members_file import EngineStatus, read_roster
+from headrace.actors.engines.requests import ask_group
+from headrace.actors.errors import ActorError, ActorGone, ActorLost, RunError, RunRefused
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
 from headrace.actors.run.placement import CLUSTER_ABSENT_S
-from headrace.actors.run.restarts import RestartPolicy, saved_step
+from headrace.actors.run.report import report_of
+from headrace.actors.run.run_status import status_of
+from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.operations import ABSENCE
-from headrace.actors.runtime.actors.runtime import BeginsUnasked, end_actor
+from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, end_actor, namespace_of
 from headrace.actors.runtime.version import RUNNING, installed
+from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
+from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
+from headrace.actors.training.trainer_calls import TrainerCall, Weights
 from headrace.buffer.primitives.durable_files import replace_file
 
-TEND_S: Final = 2.0
-"""Interval between two looks at the queue."""
-NODES_S: Final = 10.0
-"""Interval between two looks at the nodes."""
-AGENT_START_S: Final = 60.0
-"""Time limit for the agent of a node to start; the node may be lost meanwhile."""
-SWEEP_S: Final = 60.0
-"""Interval between two removals of what no run owns."""
-PLACED_S: Final = 5.0
-"""A bundle that waits for longer than this is the reason why its run does not get on."""
-PLACEMENT: Final = "waits for placement: "
-
-logger = logging.getLogger(__name__)
+READY_S: Final = 10.0
+"""Time limit for a service to report whether it is ready."""
 
 
-class Runs(RunQueries, BeginsUnasked):
+class Runs(ResourceOwner, BeginsUnasked):
     """Actor with the table of runs; implements `contract.RunsApi`. Without a `quotas` file there are no limits."""
 
     def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:
-        super().__init__(terms, quotas)
-        self._wishes: dict[RunId, Wishes] = {}
-        self._driving: dict[RunId, asyncio.Task[None]] = {}
-        self._tried: dict[RunId, RestartPolicy] = {}
-        self._nodes = ClusterNodes(terms)
-        self._head = HeadWatch(self._head_changed)
+        super().__init__()
+        self._book = RunBook(terms, quotas)
+        self._drivers = RunDrivers(self._book)
+        # Kept: calls over them go on while the head is away, and look-ups do not.
+        self._learners: dict[RunId, ExternalTrainerLoop] = {}
+        self._pages = MountedPages()
 
     async def __aenter__(self) -> Self:
         # A service that is lost with its node is waited for as long as its own parts would be.
         ABSENCE.seconds = CLUSTER_ABSENT_S
-        self._table = await asyncio.to_thread(RunsTable.open, self._terms.state)
+        self._table = self._book.table = await asyncio.to_thread(RunsTable.open, self._book.terms.state)
         self._stack.callback(self._table.close)
         self._stack.push_async_callback(self._pages.close)
-        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._files = FileCollection(self._terms.state, self._tasks)
-        self._stack.callback(self._files.cancel)
-        for record in self._table.runs():
-            if record.is_live and record.actual is not ActualState.WAITING:
-                self._drive(record)
-        loops = (self._tend, self._keep_agents, self._collect_files, self._sweep, self._head.watch)
-        tasks = [self._tasks.create_task(loop()) for loop in loops]
-        self._stack.callback(lambda: [task.cancel() for task in (*tasks, *self._driving.values())])
+        await self._stack.enter_async_context(self._drivers)
         return self
 
     # What users ask for.
@@ -112,20 +96,20 @@ class Runs(RunQueries, BeginsUnasked):
     async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
         """See `RunsApi.submit`."""
         self._require_head()
-        run_id, quotas = RunId(uuid.uuid4().hex), self._quotas()
+        run_id, quotas = RunId(uuid.uuid4().hex), self._book.quotas()
         known = {record.idempotency_key for record in self._table.runs(submission.owner)}
-        nodes = await rollout_nodes(self._terms)
+        nodes = await rollout_nodes(self._book.terms)
         rights = Rights(owner=submission.owner, caller=caller, quotas=quotas)
         # In a thread: templates in a recipe are rendered while it is checked, which may take long.
         config = await asyncio.to_thread(
-            partial(config_of, submission.recipe, self._terms, run_id, rights, rollout_nodes=len(nodes))
+            partial(config_of, submission.recipe, self._book.terms, run_id, rights, rollout_nodes=len(nodes))
         )
         build = build_of(config)
         refuse_oversized(submission.owner, build.demands, quotas)
         if submission.idempotency_key in known:
             return self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
         await check_cluster(config)
-        directory = self._terms.directory(run_id)
+        directory = self._book.terms.directory(run_id)
         await asyncio.to_thread(create_run, config, directory, submission, rights)
         try:
             record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
@@ -135,41 +119,41 @@ class Runs(RunQueries, BeginsUnasked):
         if record.run_id != run_id:
             # The same submission came twice at once.
             await asyncio.to_thread(remove_run, directory)
-        self._plan()
+        self._drivers.plan()
         return self._table.get(record.run_id)
 
     async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
         """See `RunsApi.drain`."""
-        return self._want(run_id, DesiredState.DRAINED, caller)
+        return self._drivers.want(run_id, DesiredState.DRAINED, caller)
 
     async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
         """See `RunsApi.stop`."""
-        return self._want(run_id, DesiredState.STOPPED, caller)
+        return self._drivers.want(run_id, DesiredState.STOPPED, caller)
 
     async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
         """See `RunsApi.resume`."""
         record = self._table.get(run_id)
         recipe = changed_document(self._table.recipe(run_id), changes) if changes else None
-        directory = self._directory(run_id)
+        directory = self._book.directory(run_id)
         if recipe is None:
             config = await asyncio.to_thread(reopened, directory)
         else:
             before = await asyncio.to_thread(reopened, directory)
-            await asyncio.to_thread(self._check, record, caller, before)
-            rights, units = self._rights(record, caller), before.cluster.rollout_units
+            await asyncio.to_thread(self._book.check, record, caller, before)
+            rights, units = self._book.rights(record, caller), before.cluster.rollout_units
             config = await asyncio.to_thread(
-                partial(config_of, recipe, self._terms, run_id, rights, rollout_nodes=units)
+                partial(config_of, recipe, self._book.terms, run_id, rights, rollout_nodes=units)
             )
             await check_cluster(config)
         build = build_of(config)
-        refuse_oversized(record.owner, build.demands, self._quotas())
+        refuse_oversized(record.owner, build.demands, self._book.quotas())
         resumed = self._table.requeue(run_id, build, now_s=time.time(), caller=caller, recipe=recipe)
         if recipe is not None:
             await asyncio.to_thread(replace_file, directory.config, document_of(config))
             await asyncio.to_thread(journal_changes, directory.path, changes)
             self._table.note(run_id, f"changed by {caller}: {', '.join(changes)}", now_s=time.time())
-        self._tried.pop(run_id, None)
-        self._plan()
+        self._drivers.forget_tries(run_id)
+        self._drivers.plan()
         return resumed
 
     async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
@@ -180,22 +164,22 @@ class Runs(RunQueries, BeginsUnasked):
                 f"run {run_id} is {record.actual}: `headrace resume` starts it under what is installed, if it can go on"
             )
         if record.actual is not ActualState.WAITING:
-            self._want(run_id, DesiredState.UPGRADED, caller)
+            self._drivers.want(run_id, DesiredState.UPGRADED, caller)
         if installed() != RUNNING:
             # The actor itself must run what is installed. Its successor finds the wish in the table and is asked again.
             end_actor()
         if record.actual is ActualState.WAITING:
-            await self._renew(run_id, record.desired)
+            await self._drivers.renew(run_id, record.desired)
         return self._table.get(run_id)
 
     async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
         """See `RunsApi.drain_node`."""
         self._require_head()
-        drained = await self._nodes.drain(node, self._with_service(), deadline_s=deadline_s)
+        drained = await self._drivers.nodes.drain(node, self._book.with_service(), deadline_s=deadline_s)
         for run_id, left in drained.runs.items():
             text = f"node {drained.address} is drained by {caller}: {left.line()}"
             self._table.note(run_id, text, now_s=time.time())
-        self._tell()
+        self._book.tell()
         return drained
 
     async def renew(self, wanted: str) -> None:
@@ -212,7 +196,7 @@ class Runs(RunQueries, BeginsUnasked):
     async def recover(self, run_id: RunId, owner: str) -> RunRecord:
         """Continue a run whose control node has lost its disk from its storage, in a new incarnation. Raises RunMissing
         without such a run in the storage, RunRefused if its ledger is here, and RunUnknown for another owner's."""
-        directory = self._terms.directory(run_id)
+        directory = self._book.terms.directory(run_id)
         submission = await asyncio.to_thread(recovered, directory, owner)
         config = await asyncio.to_thread(reopened, directory)
         await check_cluster(config)
@@ -223,135 +207,131 @@ class Runs(RunQueries, BeginsUnasked):
             caller = RAY_USER if submission.names_code else replace(RAY_USER, role=Role.OPERATE)
             record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
         self._table.note(run_id, "recovered from the storage", now_s=time.time())
-        self._plan()
+        self._drivers.plan()
         return record
 
-    # What the actor does on its own.
+    # What users ask about.
 
-    def _want(self, run_id: RunId, desired: DesiredState, caller: Caller) -> RunRecord:
-        record = self._table.want(run_id, desired, now_s=time.time(), caller=caller)
-        if (wishes := self._wishes.get(run_id)) is not None:
-            (wishes.stopped if desired is DesiredState.STOPPED else wishes.drained).set()
-        self._plan()
-        return record
+    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
+        """See `RunsApi.runs`."""
+        return self._table.runs(owner)
 
-    async def _tend(self) -> NoReturn:
-        while True:
-            await self._explain_placement()
-            self._plan()
-            await asyncio.sleep(TEND_S)
+    async def run(self, run_id: RunId) -> RunRecord:
+        """See `RunsApi.run`."""
+        return self._table.get(run_id)
 
-    async def _explain_placement(self) -> None:
-        """Record which runs with a service wait for nodes that can take them, and for what."""
-        for record in self._with_service():
-            absent = await asyncio.to_thread(read_absences, self._directory(record.run_id).path)
-            waiting = [one for one in absent if one.waits_for and time.time() - one.since_s > PLACED_S]
-            needs = "; ".join(f"{one.name} needs {one.waits_for} on a {one.role} node" for one in waiting)
-            if needs or record.reason.startswith(PLACEMENT):
-                self._table.explain(record.run_id, f"{PLACEMENT}{needs}" if needs else "", now_s=time.time())
+    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+        """See `RunsApi.events`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._table.events(run_id, after=after) and self._table.get(run_id).is_live:
+                    await self._book.changed.wait()
+        return EventPage(events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live)
 
-    def _head_changed(self, line: str) -> None:
-        for record in self._table.runs():
-            if record.is_live:
-                self._table.note(record.run_id, line, now_s=time.time())
-        self._tell()
+    async def status(self, run_id: RunId) -> dict[str, Any]:
+        """See `RunsApi.status`."""
+        record, directory = self._table.get(run_id), self._book.directory(run_id)
+        document = await asyncio.to_thread(lambda: status_of(reopened(directory), directory))
+        return (
+            document
+            | {"run": record.name, "run_id": run_id, "owner": record.owner}
+            | _stands(record, self._drivers.head)
+        )
 
-    def _plan(self) -> None:
-        """Start the runs whose turn it is, and record why the others wait."""
-        plan = next_to_start(self._table.runs(), self._quotas(), now_s=time.time())
-        for run_id in plan.start:
-            if run_id not in self._driving:
-                self._drive(self._table.move(run_id, ActualState.STARTING, now_s=time.time()))
-        for run_id, reason in plan.reasons.items():
-            self._table.explain(run_id, reason, now_s=time.time())
-        self._tell()
+    async def report(self, run_id: RunId) -> dict[str, Any]:
+        """See `RunsApi.report`."""
+        return (await asyncio.to_thread(report_of, self._book.directory(run_id))).to_json()
 
-    def _drive(self, record: RunRecord) -> None:
-        wishes = self._wishes[record.run_id] = Wishes()
-        if record.desired is not DesiredState.RUNNING:
-            (wishes.stopped if record.desired is DesiredState.STOPPED else wishes.drained).set()
-        self._driving[record.run_id] = self._tasks.create_task(self._drive_to_its_end(record.run_id, wishes))
-
-    async def _drive_to_its_end(self, run_id: RunId, wishes: Wishes) -> None:
+    async def page(self, run_id: RunId, request: PageRequest) -> PageAnswer:
+        """See `RunsApi.page`."""
+        folder = self._book.directory(run_id).path
         try:
-            directory, record = self._directory(run_id), self._table.get(run_id)
-            config = await asyncio.to_thread(reopened, directory)
-            role = Role.CODE if record.names_code else Role.OPERATE
-            # What the operator allows may have changed since the run was submitted.
-            await asyncio.to_thread(self._check, record, Caller(owner=record.owner, role=role), config)
-            driver = RunDriver(
-                run_id,
-                config,
-                directory,
-                wishes=wishes,
-                moved=partial(self._moved, run_id),
-                collect=lambda: self._files.finish(self._nodes.agents, run_id),
+            return await self._pages.get(folder, request)
+        except RunError as error:
+            raise RunRefused(str(error)) from error
+
+    async def nodes(self) -> tuple[NodeStatus, ...]:
+        """See `RunsApi.nodes`."""
+        self._require_head()
+        return await self._drivers.nodes.statuses(self._book.with_service())
+
+    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+        """See `RunsApi.engines`."""
+        return (await asyncio.to_thread(read_roster, self._book.directory(run_id).engines)).engines
+
+    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
+        """See `RunsApi.add_engine`."""
+        # The new engine is sent the key of those that the recipe attaches.
+        config = await asyncio.to_thread(reopened, self._book.directory(run_id))
+        await asyncio.to_thread(self._book.check, self._table.get(run_id), caller, config)
+        return await self._change_engines(run_id, "add", url, timeout_s, caller)
+
+    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
+        """See `RunsApi.remove_engine`."""
+        return await self._change_engines(run_id, "remove", engine_id, timeout_s, caller)
+
+    async def _change_engines(
+        self, run_id: RunId, change: Literal["add", "remove"], engine: str, timeout_s: float, caller: Caller
+    ) -> str:
+        box = self._book.live(run_id).engine_requests
+        name = await asyncio.to_thread(partial(ask_group, box, change, engine, timeout_s=timeout_s))
+        self._table.note(run_id, f"{change} engine {name} by {caller}", now_s=time.time())
+        self._book.tell()
+        return name
+
+    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
+        """See `RunsApi.trainer`."""
+        directory = self._book.live(run_id)
+        if isinstance(call, Weights) and call.path is not None:
+            self._book.rights(self._table.get(run_id), caller).check_folder("directory", call.path, directory.storage)
+        if (learner := self._learners.get(run_id)) is None:
+            if (await asyncio.to_thread(reopened, directory)).learner.kind != "external":
+                raise RunRefused(f'run {run_id} trains by itself: only with learner.kind "external" it has a trainer')
+            self._require_head()
+            learner = await RayRuntime(namespace=namespace_of(run_id)).find(ExternalTrainerLoop, LEARNER)
+            self._learners = {run: found for run, found in self._learners.items() if self._table.get(run).is_live}
+            self._learners[run_id] = learner
+        try:
+            return await learner.call(call)
+        except (ActorLost, ActorGone):
+            self._learners.pop(run_id, None)
+            raise
+
+    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+        """See `RunsApi.logs`."""
+        folder = self._book.directory(run_id).logs
+        return await asyncio.to_thread(read_logs, folder, actor, after=after, limit_bytes=limit_bytes)
+
+    async def ready(self, run_id: RunId) -> Readiness:
+        """See `RunsApi.ready`."""
+        record = self._table.get(run_id)
+        try:
+            runtime = RayRuntime(namespace=namespace_of(run_id))
+            async with asyncio.timeout(READY_S):
+                found = await (await runtime.find(Service, "service")).readiness()
+        except (ActorError, TimeoutError):
+            return Readiness(
+                ledger_writable=False,
+                engine_serving=False,
+                learner_in_time=False,
+                problems=(f"the service does not answer; the run is {record.actual}",),
             )
-            await self._settle(run_id, await driver.drive())
-        except Exception as error:
-            # Such as a state folder that is gone, or whose disk is full.
-            logger.exception("run %s cannot be driven", run_id)
-            await self._settle(run_id, ended_by(error))
-        finally:
-            del self._driving[run_id]
-            self._wishes.pop(run_id, None)
-        self._plan()
+        return Readiness(**found)
 
-    async def _renew(self, run_id: RunId, wanted: DesiredState) -> None:
-        """Give a run without a service the build of what is installed, unless users want something else meanwhile."""
-        build = build_of(await asyncio.to_thread(reopened, self._directory(run_id)))
-        if self._table.get(run_id).desired is wanted:
-            self._table.renew(run_id, build, now_s=time.time())
-            self._tell()
+    def _require_head(self) -> None:
+        """Raise ActorLost while calls of the head would block."""
+        if self._drivers.head.problem:
+            raise ActorLost(f"{self._drivers.head.problem}: try again when it is back")
 
-    async def _settle(self, run_id: RunId, ending: Ending) -> None:
-        """Record how a try ended, and whether there is another one."""
-        if ending.is_transient or ending.state is ActualState.DRAINED:
-            if self._table.get(run_id).desired is DesiredState.UPGRADED:
-                await self._renew(run_id, DesiredState.UPGRADED)
-            if self._table.get(run_id).actual is ActualState.WAITING:
-                return
-        saved = await asyncio.to_thread(saved_step, self._directory(run_id)) if ending.is_transient else 0
-        record, now_s = self._table.get(run_id), time.time()
-        if ending.is_transient and record.desired is DesiredState.RUNNING and record.restarts_left:
-            policy = self._tried.setdefault(run_id, RestartPolicy(record.restarts_left))
-            wait_s = policy.wait_after(ending.exit_code, saved_step=saved) or 0.0
-            self._table.move(
-                run_id,
-                ActualState.WAITING,
-                now_s=now_s,
-                reason=f"{ending.reason}; next try in {wait_s:.1f} s",
-                next_try_s=now_s + wait_s,
-                uses_restart=True,
-            )
-        else:
-            self._table.move(run_id, ending.state, now_s=now_s, reason=ending.reason, exit_code=ending.exit_code)
-        self._tell()
 
-    def _moved(self, run_id: RunId, state: ActualState, reason: str) -> None:
-        if state in TRANSITIONS[self._table.get(run_id).actual]:
-            self._table.move(run_id, state, now_s=time.time(), reason=reason)
-        elif reason:
-            self._table.explain(run_id, reason, now_s=time.time())
-        self._tell()
-
-    async def _keep_agents(self) -> NoReturn:
-        while True:
-            await self._head.answers()
-            with suppress(ConfigError):
-                await self._nodes.keep_agents()
-            await asyncio.sleep(NODES_S)
-
-    async def _collect_files(self) -> NoReturn:
-        while True:
-            self._files.begin_passes(self._nodes.agents, tuple(self._driving))
-            await asyncio.sleep(EVERY_S)
-
-    async def _sweep(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            await self._head.answers()
-            await self._nodes.remove_folders(self._table.runs())
-            # Those that are being driven clean up themselves.
-            live = {record.run_id for record in self._table.runs() if record.is_live} | set(self._driving)
-            await sweep_unowned(live)
+def _stands(record: RunRecord, head: HeadWatch) -> dict[str, Any]:
+    """Return the state of a run for its status: that of the table, which knows more than its folder."""
+    return {
+        "state": record.actual.value,
+        "desired": record.desired.value,
+        "reason": record.reason,
+        "head": head.problem,
+        "exit_code": record.exit_code,
+        "restarts_left": record.restarts_left,
+        "demands": asdict(record.demands),
+    }

@@ -1,9 +1,9 @@
 """The driver of a soaked run, which answers questions about its processes.
 
 `python -m benches.long_runs.soaked_run RUN DESCRIPTOR` starts or resumes a run and answers each line on standard input
-with a JSON line on the open file DESCRIPTOR (Ray prints on standard output). `processes` returns the process ids of service
-and actors by name; `reached N` returns whether the run has made, or will make, step N; `engines down` and `engines up`
-return true once no turn can begin, or once turns can begin again.
+with a JSON line on the open file DESCRIPTOR (Ray prints on standard output). `processes` returns the process ids of
+service and actors by name; `reached N` returns whether the run has made, or will make, step N; `engines down` and
+`engines up` return true once no turn can begin, or once turns can begin again.
 
 Invariants:
 - The driver only drives the run and answers questions; the asking process may kill the named processes.
