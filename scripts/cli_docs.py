@@ -96,7 +96,7 @@ def render() -> str:
     # The benches are not installed with the package: `scripts/bench` adds this folder to the path, too.
     sys.path.insert(0, str(ROOT / "scripts"))
     from benches import command as benches
-    from benches import soak
+    from benches.long_runs import soak
 
     soaking = typer.Typer(add_completion=False)
     soaking.command()(soak.main)

@@ -40,7 +40,7 @@ def watched(tmp_path: Path) -> Any:
         runtime, config = InlineRuntime(), load_recipe(recipe, (), tmp_path)
         clock = asyncio.get_running_loop().time
         async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
-            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service, service.learner))
+            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service.actors, service.actors.learner))
             running = [tasks.create_task(call) for call in begin(service)]
             for _ in range(600):
                 await asyncio.sleep(1.0)
@@ -56,7 +56,7 @@ def watched(tmp_path: Path) -> Any:
 
 
 def test_records_contain_the_rollouts_in_flight_and_the_phase_lock(watched: Any) -> None:
-    records = watched(lambda service: [service.dispatcher.run(), service.learner.run()])
+    records = watched(lambda service: [service.actors.dispatcher.run(), service.actors.learner.run()])
     locked = records[3:25]
     assert {record["held_up_by"] for record in locked} == {"evaluator"}
     assert [record["in_flight"] for record in locked] == pytest.approx([8.0] * 22)
@@ -66,8 +66,8 @@ def test_evaluation_rollouts_count_as_ended(watched: Any) -> None:
     """Their time in the evaluator is in the figures: with none of them ended there would be none."""
     records = watched(
         lambda service: [
-            service.learner.open(),
-            service.dispatcher.evaluate(PLAN.task_set()[:40], samples=1, tag="base"),
+            service.actors.learner.open(),
+            service.actors.dispatcher.evaluate(PLAN.task_set()[:40], samples=1, tag="base"),
         ]
     )
     times = [record["stations"]["evaluator"]["mean_s"] for record in records]
@@ -92,7 +92,7 @@ def test_the_services_of_all_workers_are_recorded_as_stations_and_totals(tmp_pat
     async def watch() -> None:
         runtime, clock = InlineRuntime(), asyncio.get_running_loop().time
         async with open_service(PLAN, runtime, clock=clock) as service:
-            actors = supervised_actors(service, service.learner)
+            actors = supervised_actors(service.actors, service.actors.learner)
             supervision = Supervision(config, runtime, MetricsLog(path), actors)
             for second in range(11):
                 await supervision._measure(status(second), RECORD_S)
@@ -114,8 +114,8 @@ def test_the_last_figures_are_recorded_when_the_run_ends(tmp_path: Path) -> None
     async def watch() -> None:
         runtime, clock = InlineRuntime(), asyncio.get_running_loop().time
         async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
-            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service, service.learner))
-            running = [tasks.create_task(call) for call in (service.dispatcher.run(), service.learner.run())]
+            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service.actors, service.actors.learner))
+            running = [tasks.create_task(call) for call in (service.actors.dispatcher.run(), service.actors.learner.run())]
             for _ in range(13):
                 await supervision.check()
                 await asyncio.sleep(1.0)
