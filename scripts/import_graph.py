@@ -47,13 +47,13 @@ def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
 
 def arrows(graph: Mapping[str, set[str]]) -> dict[str, dict[Arrow, Arrow]]:
     """Return the imports between the entries of each folder, with one import of modules for each that shows it: what
-    `a.b.c` imports of `a.d.e` is an arrow from `b` to `d` in the folder `a`."""
+    `a.b.c` imports of `a.d.e` is an arrow from `b` to `d` in the folder `a`, and `""` has those between packages."""
     found: dict[str, dict[Arrow, Arrow]] = defaultdict(dict)
     for name, imported in sorted(graph.items()):
         for other in sorted(imported):
             ours, theirs = name.split("."), other.split(".")
-            depth = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
-            if depth:
+            depth = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            if depth is not None:
                 found[".".join(ours[:depth])].setdefault((ours[depth], theirs[depth]), (name, other))
     return found
 
@@ -69,7 +69,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[str]:
             neighbours[one].add(other)
         if circle := _cycle(neighbours):
             shown = (" imports ".join(inside[pair]) for pair in pairwise(circle))
-            problems.append(f"neighbours in {folder} import each other: {', '.join(shown)}")
+            problems.append(f"neighbours in {folder or 'the top folder'} import each other: {', '.join(shown)}")
     return problems
 
 

@@ -27,6 +27,10 @@ FAULTS = {
         },
         "neighbours in sandboxes import each other: ",
     ),
+    "packages": (
+        {"sandboxes/a.py": "import headrace.serve.b\n", "serve/b.py": "", "serve/c.py": "import headrace.sandboxes.a"},
+        "neighbours in the top folder import each other: ",
+    ),
     "neighbours three folders deep": (
         {
             "buffer/core/mix/names.py": "",
