@@ -1,1 +1,1 @@
-"""Telemetry of a run: spans, retention, progress and plots."""
+"""Telemetry of a run: spans, their files and how long they are kept."""

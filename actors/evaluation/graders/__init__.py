@@ -1,1 +1,1 @@
-"""Evaluators, which score agents' work in clean sandboxes."""
+"""Graders: checks, tests of repositories, answers and plug-ins, and what is collected of an agent's work."""

@@ -1,1 +1,1 @@
-"""The gateway: a session-aware model API for agents, with its routes, clients and deadlines."""
+"""HTTP of the gateway: a session-aware model API for agents, with its routes, clients and deadlines."""
