@@ -91,6 +91,11 @@ class LearnerConfig(ObjectiveConfig):
                 )
         return keys
 
+    @model_validator(mode="before")
+    @classmethod
+    def _slime_is_passed_no_correction(cls, keys: Any) -> Any:
+        return {"correction": "none", **keys} if isinstance(keys, Mapping) and keys.get("kind") == "slime" else keys
+
     @model_validator(mode="after")
     def _ranks_are_megatron_s(self) -> Self:
         if self.ranks > 1 and self.kind == "slime":

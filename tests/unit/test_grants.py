@@ -213,7 +213,7 @@ def test_links_inside_a_folder_lead_nowhere_else(tmp_path: Path) -> None:
 
 def test_a_model_that_names_code_needs_the_role_with_slime(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"\\u0061uto_map": {"AutoConfig": "evil.Config"}}')
-    recipe = {"model": {"path": str(tmp_path)}, "learner": {"kind": "slime", "correction": "none"}}
+    recipe = {"model": {"path": str(tmp_path)}, "learner": {"kind": "slime"}}
     recipe |= {"engines": {"device": "cuda"}, "push": {"transport": "disk"}}
     with pytest.raises(RoleTooSmall, match="auto_map"):
         check(recipe, rights(folders=(tmp_path,)))

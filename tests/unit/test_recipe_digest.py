@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").rglob("*.toml"))
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -21,7 +21,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quic
 
 def terms(*, batch_size: int = 8, temperature: float = 0.7, steps: int = 40, **learner: Any) -> arguments.SlimeTerms:
     folders = {"model_dir": MODEL, "checkpoint_dir": "/run/checkpoints", "snapshot_dir": "/run/weights"}
-    config = LearnerConfig.model_validate({"kind": "slime", "correction": "none", **folders, **learner})
+    config = LearnerConfig.model_validate({"kind": "slime", **folders, **learner})
     return arguments.SlimeTerms(learner=config, batch_size=batch_size, temperature=temperature, steps=steps)
 
 

@@ -30,9 +30,9 @@ OBJECTIVES: Final = ("grpo", "gspo", "cispo")
 ADAM_HOOK: Final = "headrace.policies.learners.slime.adam.use"
 
 APPLICABLE: Final = {
-    "correction": ("none", "slime's loss has no correction beside its clip"),
-    "sequence_mask": (None, "slime's loss has no such mask here"),
-    "kl_coef": (0.0, "the slime learner keeps no reference model"),
+    "correction": ("none", "slime has TIS and custom corrections, which headrace does not pass on yet"),
+    "sequence_mask": (None, "slime's loss has no such mask"),
+    "kl_coef": (0.0, "slime has a KL term and a reference model, which headrace does not pass on yet"),
     "observation_coef": (0.0, "slime's loss has no term for observations"),
     "loss_weight": ("trajectory", "slime's loss is the mean over trajectories of the means over their tokens"),
     "dtype": ("float32", "slime trains in bf16 with fp32 main weights, whatever this key says"),
