@@ -103,8 +103,8 @@ def test_every_flag_of_ours_is_refused_from_a_user() -> None:
     [
         ({"batch_size": 7, "slime": {"gpus_per_node": 8}}, "buffer.batch_size 7 is below the 8 data-parallel ranks"),
         ({"objective": "mine"}, "learner.objective .* is not one of slime's"),
-        ({"correction": "cap"}, "learner.correction is cap, but .* no correction beside its clip; set it to none"),
-        ({"kl_coef": 0.1}, "learner.kl_coef is 0.1, but .* keeps no reference model; set it to 0.0"),
+        ({"correction": "cap"}, "learner.correction is cap, but .* headrace does not pass on yet; set it to none"),
+        ({"kl_coef": 0.1}, "learner.kl_coef is 0.1, but .* headrace does not pass on yet; set it to 0.0"),
         ({"recompute": True}, "learner.recompute is True, but .* --recompute-granularity"),
     ],
 )
@@ -116,7 +116,6 @@ def test_recipes_that_slime_cannot_train_are_refused(change: dict[str, Any], pro
 def test_a_recipe_with_a_batch_below_the_ranks_is_refused_before_a_run_exists(tmp_path: Path) -> None:
     overrides = [
         "learner.kind=slime",
-        "learner.correction=none",
         "buffer.batch_size=16",
         "learner.slime.gpus_per_node=32",
     ]
