@@ -29,7 +29,52 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # A lost query to a name server costs torch's store one second, and not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-RAY_FIXTURES = {"ray_cluster", "finished_run"}
+WHOLE = ("integration", "faults")
+"""Folders of which scripts/test runs only what is marked `core`; scripts/test --all runs all of it."""
+LONGEST_TMPDIR = 40
+"""Bytes of a path below which Ray's sockets and those of sandboxes have room."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=("core", "rest"), help="core: what plain scripts/test runs; rest: all but that")
+
+
+def missing_on_this_machine() -> str:
+    """Return what no test can do without, in one line; empty if nothing is missing."""
+    from headrace.sandboxes.errors import FolderRefused
+    from headrace.sandboxes.host.private_folders import temporary_folder
+
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parent = next(folder for folder in (home, *home.parents) if folder.exists())
+    if not os.access(parent, os.W_OK):
+        return f"tests need a folder for caches, and {home} cannot be created: set HOME or XDG_CACHE_HOME"
+    try:
+        folder = temporary_folder()
+    except FolderRefused as error:
+        return f"tests need a folder for temporary files: {error}"
+    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
+        return f"TMPDIR {folder} is too long for unix sockets: set it to a path of at most {LONGEST_TMPDIR} bytes"
+    return ""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput") and (missing := missing_on_this_machine()):
+        pytest.exit(missing, returncode=4)
+
+
+def pytest_report_header() -> list[str]:
+    """Say before the first test which tests this machine skips."""
+    told = missing_namespaces()
+    return [f"no local sandboxes here, and tests with them are skipped: {told}"] if told else []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import files that have no test of this part: what they import takes seconds."""
+    if config.option.part is None or not collection_path.name.startswith("test_"):
+        return None
+    if collection_path.parent.name not in WHOLE:
+        return config.option.part == "rest" or None
+    return (config.option.part == "core" and "mark.core" not in collection_path.read_text(encoding="utf-8")) or None
 
 
 def pytest_collection_finish() -> None:
@@ -39,16 +84,27 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests for several workers (`--dist loadgroup`): a file's tests share a worker, and all files that use
-    Ray share one, since a machine has one local Ray for a test run. Those come first, with the groups that files name
-    themselves: they take longest."""
-    ray_files = {item.path for item in items if not RAY_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))}
-    named = {item.path for item in items if item.get_closest_marker("xdist_group") is not None}
-    items.sort(key=lambda item: item.path not in ray_files | named)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group the tests for several workers (`--dist loadgroup`): a file's tests share a worker. The files that read the
+    finished run share one, and the others that use Ray another, so that a test run starts Ray twice. Those come first,
+    with the groups that files name themselves: they take longest."""
+    if config.option.part is not None:
+        parts: dict[str, list[pytest.Item]] = {"core": [], "rest": []}
+        for item in items:
+            whole = item.path.parent.name in WHOLE and item.get_closest_marker("core") is None
+            parts["rest" if whole else "core"].append(item)
+        items[:] = parts.pop(config.option.part)
+        config.hook.pytest_deselected(items=[item for others in parts.values() for item in others])
+    lanes: dict[Path, str] = {}
     for item in items:
-        if item.path not in named:
-            item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
+        for fixture in {"ray_cluster", "finished_run"}.intersection(getattr(item, "fixturenames", ())):
+            lanes[item.path] = max(fixture, lanes.get(item.path, ""), key=lambda name: name == "finished_run")
+        if named := item.get_closest_marker("xdist_group"):
+            lanes[item.path] = named.args[0] if named.args else named.kwargs["name"]
+    items.sort(key=lambda item: item.path not in lanes)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(lanes.get(item.path, item.path.stem)))
 
 
 @functools.cache

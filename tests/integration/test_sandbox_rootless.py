@@ -104,8 +104,8 @@ def found() -> Iterator[dict[str, Any]]:
         pytest.skip("only root can become somebody else")
     if not Path(SYSTEM_PYTHON).exists():
         pytest.skip(f"no {SYSTEM_PYTHON}")
-    # Not below tmp_path, whose parents other users cannot search.
-    with tempfile.TemporaryDirectory(prefix="headrace-rootless-") as folder:
+    # Not below tmp_path or TMPDIR, whose parents other users need not be able to search.
+    with tempfile.TemporaryDirectory(prefix="headrace-rootless-", dir="/var/tmp") as folder:
         package = Path(doctor.__file__).parent
         shutil.copytree(package, Path(folder) / "package", ignore=shutil.ignore_patterns("__pycache__"))
         for path in (Path(folder), *Path(folder).rglob("*")):

@@ -31,16 +31,19 @@ from headrace.buffer.primitives.file_lock import FileLock
 START_S: Final = 20.0
 DISK: Final = Path("/tmp/disk")
 """Path in a host of the folder that outlives it."""
+CHECKOUT: Final = Path(__file__).resolve().parents[2]
 FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the outermost pid namespace, in which all processes are visible."""
 _GROUP: Final = re.compile(r"headrace-(\d+)-\d+-\d+")
 """Control groups of a sandbox launcher; the number is that of its pid namespace."""
-# The new /tmp is furnished at /mnt and then moved into place, since `shared` may lie in the old one. Bash as the first
-# process ends orphans.
+# The new /tmp is furnished at /mnt and then moved into place, since `shared` and the checkout may lie in the old one.
+# Bash as the first process ends orphans.
 _FIRST_PROCESS: Final = r"""
 set -e
 mount -t tmpfs -o size=2g,mode=1777 tmpfs /mnt
-case "$SHARED" in /tmp/*) mkdir -p "/mnt/${SHARED#/tmp/}"; mount --bind "$SHARED" "/mnt/${SHARED#/tmp/}";; esac
+for seen in "$SHARED" "$CHECKOUT"; do
+  case "$seen" in /tmp/*) mkdir -p "/mnt/${seen#/tmp/}"; mount --bind "$seen" "/mnt/${seen#/tmp/}";; esac
+done
 if [ -n "$DISK" ]; then mkdir /mnt/disk; mount --bind "$DISK" /mnt/disk; fi
 mount --move /mnt /tmp
 mount -t tmpfs -o size=256m,mode=1777 tmpfs /dev/shm
@@ -74,6 +77,7 @@ class Host:
             "HOME": "/tmp/home",
             "LANG": "C.UTF-8",
             "SHARED": str(network.shared),
+            "CHECKOUT": str(CHECKOUT),
             "NAME": self.name,
             "ADDRESS": self.address,
             "HOSTS": str(network.names),

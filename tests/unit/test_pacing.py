@@ -147,7 +147,9 @@ def test_a_dispatcher_has_fewer_in_flight_while_engines_are_overloaded() -> None
         seen = []
         loop = asyncio.get_running_loop()
         async with open_service(plan, InlineRuntime(), clock=loop.time) as service, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(work()) for work in (service.actors.dispatcher.run, service.actors.learner.run)]
+            running = [
+                tasks.create_task(work()) for work in (service.actors.dispatcher.run, service.actors.learner.run)
+            ]
             for look in range(120):
                 await asyncio.sleep(10.0)
                 await service.actors.dispatcher.pace(QUEUED if look < 60 else QUIET)

@@ -23,7 +23,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fol
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Machine with an empty /tmp, at a short path that every user can reach."""
-    with tempfile.TemporaryDirectory(prefix="m-") as place:
+    with tempfile.TemporaryDirectory(prefix="m-", dir="/var/tmp") as place:
         Path(place).chmod(0o711)
         tmp = Path(place) / "tmp"
         tmp.mkdir()

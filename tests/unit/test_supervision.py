@@ -40,7 +40,9 @@ def watched(tmp_path: Path) -> Any:
         runtime, config = InlineRuntime(), load_recipe(recipe, (), tmp_path)
         clock = asyncio.get_running_loop().time
         async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
-            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service.actors, service.actors.learner))
+            supervision = Supervision(
+                config, runtime, MetricsLog(path), supervised_actors(service.actors, service.actors.learner)
+            )
             running = [tasks.create_task(call) for call in begin(service)]
             for _ in range(600):
                 await asyncio.sleep(1.0)
@@ -114,8 +116,12 @@ def test_the_last_figures_are_recorded_when_the_run_ends(tmp_path: Path) -> None
     async def watch() -> None:
         runtime, clock = InlineRuntime(), asyncio.get_running_loop().time
         async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
-            supervision = Supervision(config, runtime, MetricsLog(path), supervised_actors(service.actors, service.actors.learner))
-            running = [tasks.create_task(call) for call in (service.actors.dispatcher.run(), service.actors.learner.run())]
+            supervision = Supervision(
+                config, runtime, MetricsLog(path), supervised_actors(service.actors, service.actors.learner)
+            )
+            running = [
+                tasks.create_task(call) for call in (service.actors.dispatcher.run(), service.actors.learner.run())
+            ]
             for _ in range(13):
                 await supervision.check()
                 await asyncio.sleep(1.0)

@@ -40,8 +40,8 @@ class ObjectiveConfig(BaseModel):
     correction: Correction = "cap"
     """Off-policy correction beside the clip. `cap`: the ratio inside the objective is at most weight_cap. `icepop`:
     tokens whose ratio is outside weight_floor to weight_cap are masked. `weights`: the loss of a token is multiplied by
-    its ratio, at most weight_cap; only for objectives of other packages that do not use the ratio. `none`: nothing, and the default with
-    `kind = "slime"`."""
+    its ratio, at most weight_cap; only for objectives of other packages that do not use the ratio. `none`: nothing,
+    which is the default with `kind = "slime"`."""
     weight_cap: float = Field(default=2.0, gt=0)
     """Maximum ratio, for `correction`."""
     weight_floor: float = Field(default=0.5, ge=0)
