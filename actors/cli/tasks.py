@@ -38,8 +38,7 @@ def parked(run_dir: AnyRun, json: Json = None) -> None:
         return
     table = Table("task", "parked", "hosts", "last failure", box=None)
     for task in found:
-        since = "-" if task.parked_at_s is None else utc(task.parked_at_s)
-        table.add_row(task.task_id, since, ", ".join(task.hosts) or "-", task.last_failure)
+        table.add_row(task.task_id, utc(task.parked_at_s), ", ".join(task.hosts) or "-", task.last_failure)
     show(table)
 
 

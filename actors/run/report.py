@@ -253,7 +253,7 @@ def latest_coverage(rows: JoinedRows) -> Coverage:
 
 def coverage_of(breakdown: str) -> Coverage:
     """Return the tokens of one attempt; none if its breakdown lacks them."""
-    _, labels = breakdown_of(breakdown, "[]")
+    _, labels = breakdown_of(breakdown)
     sampled, trained, reason = (labels.get(name) for name in ("sampled_tokens", "trained_tokens", "masked"))
     if not isinstance(sampled, int | float) or not isinstance(trained, int | float):
         return Coverage()

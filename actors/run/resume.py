@@ -1,8 +1,7 @@
-"""Preparation of a resumed run: migration, damaged checkpoints, and the report `resumes/<epoch>.json`.
+"""Preparation of a resumed run: damaged checkpoints, and the report `resumes/<epoch>.json`.
 
 Invariants:
-- The preparation holds the run's lock and ends before any process starts. A run without a ledger needs none; a ledger
-  of an older version is migrated first.
+- The preparation holds the run's lock and ends before any process starts. A run without a ledger needs none.
 - A run with lost rollouts is not resumed, because the lost rollouts would later end it again, each time that it is
   resumed.
 - Damaged checkpoints are renamed first, and reported. A run whose ledger recorded a checkpoint restarts from the
@@ -12,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,8 +22,6 @@ from headrace.buffer.audit.evidence import has_begun, streamed
 from headrace.buffer.audit.resume_report import ResumeReport, resume_report
 from headrace.buffer.audit.verify import lost_rollouts
 from headrace.buffer.errors import BatchUntrainable, LedgerRefused
-from headrace.buffer.ledger.ledger import bring_up_to_date
-from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks.task import load_tasks
@@ -67,19 +63,9 @@ class ResumePreparation:
 
     def prepare(self) -> None:
         """Compute, print and save the report. Raises LedgerRefused, LedgerMismatch, BatchUntrainable, OSError."""
-        if self._config.buffer.advantage == "grpo_first_round":
-            self._say(
-                "advantages: grpo_first_round, which this run was started with (mean of the others, population "
-                "deviation); a new run with grpo uses the published formula"
-            )
         if not has_begun(self._directory.path):
             self._say("nothing was recorded yet: the run starts from the beginning")
             return
-        began_s = time.monotonic()
-        # Migrated before the report, because reading a ledger of an older version takes as long as migrating it.
-        if (schema := bring_up_to_date(self._directory.path)) is not None:
-            took_s = time.monotonic() - began_s
-            self._say(f"migrated the ledger from schema {schema} to {SCHEMA_VERSION} in {took_s:.1f} s")
         if self._from_start:
             # Checked before any checkpoint is renamed: after a refusal, the run can still resume from the newest one.
             self._with_store(lambda store: store.operators.refuse_lost_history(None))

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.buffer.audit.evidence import has_begun, read_evidence, read_only
+from headrace.buffer.audit.evidence import has_begun, reading
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.core.source_names import ended_counter
-from headrace.buffer.ledger.ledger import SOURCES, unreadable
-from headrace.buffer.ledger.schema import SCHEMA_VERSION
+from headrace.buffer.ledger.ledger import SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParkedTask:
-    """A task that is no longer issued. `parked_at_s` is Unix time, or None in ledgers written by older versions;
-    `hosts` are those on which the task has failed since it last finished."""
+    """A task that is no longer issued. `parked_at_s` is Unix time; `hosts` are those on which the task has failed since
+    it last finished."""
 
     task_id: str
-    parked_at_s: float | None
+    parked_at_s: float
     hosts: tuple[str, ...]
     last_failure: str
 
@@ -61,23 +59,10 @@ class Condition:
 def read_condition(run_dir: Path) -> Condition:
     """Read the condition of a run, which may still be running. The result is empty if nothing has been
     recorded yet. Raises LedgerRefused."""
-    path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         return Condition()
-    try:
-        with closing(read_only(path)) as database:
-            (schema,) = database.execute("PRAGMA user_version").fetchone()
-            if schema == SCHEMA_VERSION:
-                return _read(database)
-    except sqlite3.DatabaseError as error:
-        raise unreadable(path, error) from error
-    older = (task for task in read_evidence(run_dir).tasks if task.parked)
-    return Condition(
-        parked=tuple(
-            ParkedTask(task_id=task.task_id, parked_at_s=None, hosts=(), last_failure=task.last_failure)
-            for task in older
-        )
-    )
+    with reading(run_dir) as (database, _):
+        return _read(database)
 
 
 def _read(database: sqlite3.Connection) -> Condition:

@@ -1,7 +1,6 @@
 """The contents of a run directory as evidence for audits, read without changing it.
 
 Invariants:
-- A ledger with an older schema and its archive are migrated in copies; the files themselves do not change.
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
   changed. (SQLite may create an index of the log, `*-shm`, beside it.)
 - Records of closed groups and undone steps are included; nothing is taken from a running buffer's memory.
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
 from headrace.buffer.audit.joined_rows import GroupHistory, JoinedRows, histories_of
@@ -40,7 +38,6 @@ from headrace.buffer.core.source_names import ended_counter, source_name
 from headrace.buffer.errors import CodecError, LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
 from headrace.buffer.ledger.ledger import SOURCES, check_schema, newest_copy_of, unreadable
-from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.trajectories.codec import decode
 from headrace.buffer.trajectories.types import BatchId, RolloutId, Trajectory, batch_digest
@@ -305,8 +302,7 @@ def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, 
 
 @contextmanager
 def reading(run_dir: Path) -> Iterator[tuple[sqlite3.Connection, Path]]:
-    """Open the ledger in the current schema, with the path of its archive, which may be missing. Files with an
-    older schema are migrated in copies outside the run directory. Raises LedgerRefused."""
+    """Open the ledger, with the path of its archive, which may be missing. Raises LedgerRefused."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         raise LedgerRefused(f"{run_dir} has no ledger.db, or an empty one: name the directory of a run")
@@ -315,32 +311,9 @@ def reading(run_dir: Path) -> Iterator[tuple[sqlite3.Connection, Path]]:
             (schema,) = database.execute("PRAGMA user_version").fetchone()
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
-            if schema == SCHEMA_VERSION:
-                yield database, path.with_name(ARCHIVE)
-                return
-            # Copies are files, because the ledger of a long run may not fit in memory.
-            with closing(sqlite3.connect("", isolation_level=None)) as copy, TemporaryDirectory() as folder:
-                database.backup(copy)
-                migrate(copy, schema)
-                yield copy, _current_archive(path.with_name(ARCHIVE), Path(folder))
+            yield database, path.with_name(ARCHIVE)
     except sqlite3.DatabaseError as error:
         raise unreadable(path, error) from error
-
-
-def _current_archive(path: Path, folder: Path) -> Path:
-    """Return the path of the archive, or of a migrated copy in `folder` if its schema is older."""
-    try:
-        with closing(read_only(path)) as archive:
-            (schema,) = archive.execute("PRAGMA user_version").fetchone()
-            if not 0 < schema < SCHEMA_VERSION:
-                return path
-            with closing(sqlite3.connect(folder / ARCHIVE, isolation_level=None)) as copy:
-                archive.backup(copy)
-                migrate(copy, schema)
-    except sqlite3.DatabaseError:
-        # Missing, or damaged: `begin_with_archive` reports it.
-        return path
-    return folder / ARCHIVE
 
 
 def _steps(

@@ -14,9 +14,8 @@ from typing import Final, NamedTuple
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView, effective_since
 from headrace.buffer.trajectories.step_scores import StepScores
 
-KINDS: Final = frozenset({"grpo", "grpo_no_std", "leave_one_out", "grpo_first_round"})
+KINDS: Final = frozenset({"grpo", "grpo_no_std", "leave_one_out"})
 _EPSILON: Final = 1e-6
-_FLOOR_OF_FIRST_ROUND: Final = 0.1
 
 
 class Result(NamedTuple):
@@ -28,22 +27,18 @@ class Result(NamedTuple):
 
 @dataclass(slots=True)
 class CompleteGroups:
-    """Sums over the complete groups of a task, or of all tasks, that were known when a group was sealed: members,
-    squared distances from their group's mean, and for groups sealed with `grpo` these and (members - 1) * deviation."""
+    """Sums over the complete groups of a task, or of all tasks, that had been sealed with `grpo` when a group was
+    sealed: squared distances from their group's mean, and (members - 1) * deviation."""
 
-    members: int = 0
     squares: float = 0.0
-    grpo_squares: float = 0.0
-    grpo_deviations: float = 0.0
+    deviations: float = 0.0
 
     def add(self, rewards: Collection[float], kind: str | None) -> None:
         """Add a group that was sealed with this kind of advantages."""
-        squares = _squares(rewards)
-        self.members += len(rewards)
-        self.squares += squares
         if kind == "grpo":
-            self.grpo_squares += squares
-            self.grpo_deviations += math.sqrt(squares * (len(rewards) - 1))
+            squares = _squares(rewards)
+            self.squares += squares
+            self.deviations += math.sqrt(squares * (len(rewards) - 1))
 
 
 def expected_baseline(
@@ -99,15 +94,9 @@ class ExpectedAdvantages:
         if self.kind == "grpo":
             if self.rewards is not None and (squares := _squares(self.rewards)):
                 return math.sqrt(squares / (len(self.rewards) - 1)) + _EPSILON
-            history = self.own if self.own.grpo_deviations else self.pooled
-            typical = history.grpo_squares / history.grpo_deviations if history.grpo_deviations else 1.0
+            history = self.own if self.own.deviations else self.pooled
+            typical = history.squares / history.deviations if history.deviations else 1.0
             return typical + _EPSILON
-        if self.kind == "grpo_first_round":
-            if self.rewards is not None:
-                squares = _squares(self.rewards)
-                return math.sqrt(squares / len(self.rewards)) + _EPSILON if squares else 1.0
-            history = self.own if self.own.members else self.pooled
-            return max(_FLOOR_OF_FIRST_ROUND, math.sqrt(history.squares / history.members)) if history.members else 1.0
         return 1.0
 
 

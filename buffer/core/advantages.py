@@ -1,14 +1,13 @@
 """Advantages of a sealed group, with baselines and scales that are fixed when it is sealed.
 
 With a member's reward R, the mean B of the others' rewards, the mean M and the sample deviation S (divisor n - 1) of
-all n rewards, and the population deviation P (divisor n):
+all n rewards:
 
 | kind | advantage | source |
 |---|---|---|
 | `grpo` | (R - M) / (S + 1e-6) | DeepSeekMath, arXiv:2402.03300 |
 | `grpo_no_std` | R - M | Dr. GRPO, arXiv:2503.20783 |
 | `leave_one_out` | R - B | RLOO, arXiv:2402.14740 |
-| `grpo_first_round` | (R - B) / (P + 1e-6) | runs begun before ledger schema 4 |
 
 Invariants:
 - A member's baseline never depends on its own speed or reward: it is the mean over the other members that would
@@ -45,10 +44,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.buffer.core.acceptance import AcceptanceRule, GroupView
 
-AdvantageKind = Literal["grpo", "grpo_no_std", "leave_one_out", "grpo_first_round"]
+AdvantageKind = Literal["grpo", "grpo_no_std", "leave_one_out"]
 SCALE_EPSILON = 1e-6
-FIRST_ROUND_FLOOR = 0.1
-"""Lower limit of a scale that `grpo_first_round` takes from history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -61,11 +58,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpread:
-    """Sums over complete groups. `square_sum` is of the squared distances of rewards from their group's mean, and
-    `members` counts them; the other two cover only groups sealed with `grpo`: the same sum, and that of (n - 1) * S."""
+    """Sums over complete groups sealed with `grpo`: of the squared distances of rewards from their group's mean, and of
+    (n - 1) * S."""
 
-    square_sum: float = 0.0
-    members: int = 0
     grpo_square_sum: float = 0.0
     grpo_deviation_sum: float = 0.0
 
@@ -114,8 +109,6 @@ def group_scale(
             return 1.0
         case "grpo_no_std":
             return with_itself
-        case "grpo_first_round":
-            return _first_round_scale(rewards, own, pooled)
         case "grpo":
             # In a flat group all advantages are 0. A member that is issued again may get a different reward.
             if rewards is None or zero_variance(rewards):
@@ -135,18 +128,6 @@ def _history_deviation(own: RewardSpread, pooled: RewardSpread) -> float:
     for spread in (own, pooled):
         if spread.grpo_deviation_sum > 0.0:
             return spread.grpo_square_sum / spread.grpo_deviation_sum
-    return 1.0
-
-
-def _first_round_scale(rewards: Sequence[float] | None, own: RewardSpread, pooled: RewardSpread) -> float:
-    """Return the scale of `grpo_first_round`, whose history includes flat groups."""
-    if rewards is not None:
-        return (
-            1.0 if zero_variance(rewards) else math.sqrt(deviation_square_sum(rewards) / len(rewards)) + SCALE_EPSILON
-        )
-    for spread in (own, pooled):
-        if spread.members:
-            return max(FIRST_ROUND_FLOOR, math.sqrt(max(0.0, spread.square_sum) / spread.members))
     return 1.0
 
 

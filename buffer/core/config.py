@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.buffer.core.acceptance import Limits, parse_rule
 from headrace.buffer.core.advantages import AdvantageKind
@@ -35,8 +35,7 @@ class BufferConfig(BaseModel):
     """Maximum number of rollouts in flight, for small machines; None: the inventory alone decides."""
     advantage: AdvantageKind = "grpo"
     """`grpo` subtracts the mean of the group and divides by its sample deviation; `grpo_no_std` does not divide;
-    `leave_one_out` (alias `centered`) subtracts the mean of the other members. `grpo_first_round` is what runs begun by
-    older versions keep for `grpo`: the mean of the others and the population deviation."""
+    `leave_one_out` subtracts the mean of the other members."""
     zero_variance: Literal["keep", "filter"] = "keep"
     """Groups with equal rewards: trained with advantage 0, or left out of batches."""
     rule: str = "all"
@@ -62,11 +61,6 @@ class BufferConfig(BaseModel):
     keep_trajectories: bool = False
     """Keep trajectory files that no checkpoint directory needs any more, for exports. They take up more and more disk
     space."""
-
-    @field_validator("advantage", mode="before")
-    @classmethod
-    def _current_name(cls, kind: object) -> object:
-        return "leave_one_out" if kind == "centered" else kind
 
     @property
     def bound(self) -> StalenessBound:

@@ -244,7 +244,7 @@ class AttemptRecord:
     """An attempt of a rollout. `version` was the version being served when the attempt was issued. `offered` is true if
     a result was offered, and false for an abandoned attempt. `solved` is the evaluator's verdict, false if there is no
     reward. `host` is where the attempt's sandbox ran, empty when that is unknown. `scores` are those of a judge.
-    `breakdown` says where the time went; attempts of older ledgers have only `phases_s`."""
+    `breakdown` says where the time went."""
 
     rollout_id: RolloutId
     attempt: int
@@ -388,9 +388,9 @@ class TaskRecord:
 
     `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
     `solved` those among them that solved the task; `duration_s` is the sum of their durations. `complete_members`,
-    `reward_sum`, `reward_square_sum` and `deviation_square_sum` (within groups) cover complete groups; of those sealed
-    with `grpo`, `grpo_square_sum` is the same within groups, and `grpo_deviation_sum` is the sum of (n - 1) times the
-    sample deviation of a group of n. `poison_streak` counts the members that have become poison since one last
+    `reward_sum` and `reward_square_sum` cover complete groups; of those sealed with `grpo`, `grpo_square_sum` is the sum
+    of squared distances from a group's mean, and `grpo_deviation_sum` that of (n - 1) times the sample deviation of a
+    group of n. `poison_streak` counts the members that have become poison since one last
     finished; `failed_on` lists where the task has failed since then."""
 
     task_id: TaskId
@@ -406,7 +406,6 @@ class TaskRecord:
     complete_members: int = 0
     reward_sum: float = 0.0
     reward_square_sum: float = 0.0
-    deviation_square_sum: float = 0.0
     grpo_square_sum: float = 0.0
     grpo_deviation_sum: float = 0.0
     poison_streak: int = 0

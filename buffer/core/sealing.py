@@ -191,12 +191,7 @@ class Sealing:
             config.advantage,
             [finish.reward for finish in finishes.values()] if _complete(members) else None,
             members=sum(member.finished or member.running for member in members),
-            own=RewardSpread(
-                square_sum=task.deviation_square_sum,
-                members=task.complete_members,
-                grpo_square_sum=task.grpo_square_sum,
-                grpo_deviation_sum=task.grpo_deviation_sum,
-            ),
+            own=RewardSpread(grpo_square_sum=task.grpo_square_sum, grpo_deviation_sum=task.grpo_deviation_sum),
             pooled=self._state.reward_spread(self._mix.source_of(group.task_id).name),
         )
         return [

@@ -48,7 +48,7 @@ from headrace.buffer.trajectories.types import GroupId, RolloutId
 from headrace.buffer.trajectories.versions import PolicyVersion
 
 K = TypeVar("K")
-_SPREAD_SUMS = ("deviation_square_sum", "grpo_square_sum", "grpo_deviation_sum")
+_SPREAD_SUMS = ("grpo_square_sum", "grpo_deviation_sum")
 Versions = tuple[PolicyVersion, ...]
 """Versions that sampled a trajectory's trained tokens; its staleness depends on nothing else."""
 
@@ -75,7 +75,6 @@ class ReplayState:
         self.evaluations_closed = snapshot.evaluations_closed
         self.parked: dict[TaskId, str] = {}
         self.outages: dict[int, OutageRecord] = {}
-        self.complete_members: Counter[str] = Counter()
         """Number of members of complete groups, by source."""
         self.spread_sums = {source: {name: Fraction() for name in _SPREAD_SUMS} for source in self.sources}
         self.in_flight_by_version: dict[PolicyVersion, dict[RolloutId, None]] = {}
@@ -125,12 +124,7 @@ class ReplayState:
     def reward_spread(self, source: str) -> RewardSpread:
         """Return the spread of rewards in the complete groups of a source's tasks."""
         sums = self.spread_sums[source]
-        return RewardSpread(
-            square_sum=float(sums["deviation_square_sum"]),
-            members=self.complete_members[source],
-            grpo_square_sum=float(sums["grpo_square_sum"]),
-            grpo_deviation_sum=float(sums["grpo_deviation_sum"]),
-        )
+        return RewardSpread(**{name: float(value) for name, value in sums.items()})
 
     def source_of(self, rollout: RolloutRecord) -> str:
         """Return the name of a rollout's source; empty in a run without sources."""
@@ -304,7 +298,6 @@ class ReplayState:
     def _index_task(self, record: TaskRecord) -> None:
         # Exact sums: a core folded from the rows must come to the same scale, whatever the order of the rows.
         known, source = self.task(record.task_id), self.source_of_task(record.task_id)
-        self.complete_members[source] += record.complete_members - known.complete_members
         for name in _SPREAD_SUMS:
             before, after = getattr(known, name), getattr(record, name)
             if after != before:

@@ -120,7 +120,7 @@ class TaskHistory:
     def completed(self, task_id: TaskId, rewards: Sequence[float], kind: AdvantageKind | None) -> None:
         """Record that a group of a task, sealed with this kind of advantages, is complete, with these rewards of its
         members."""
-        task, squares = self._state.task(task_id), deviation_square_sum(rewards)
+        task = self._state.task(task_id)
         by_grpo = kind == "grpo"
         self._state.put(
             replace(
@@ -128,8 +128,7 @@ class TaskHistory:
                 complete_members=task.complete_members + len(rewards),
                 reward_sum=task.reward_sum + math.fsum(rewards),
                 reward_square_sum=task.reward_square_sum + math.fsum(reward**2 for reward in rewards),
-                deviation_square_sum=task.deviation_square_sum + squares,
-                grpo_square_sum=task.grpo_square_sum + by_grpo * squares,
+                grpo_square_sum=task.grpo_square_sum + by_grpo * deviation_square_sum(rewards),
                 grpo_deviation_sum=task.grpo_deviation_sum + by_grpo * deviation_sum(rewards),
             )
         )

@@ -42,12 +42,12 @@ _NEXT: Final = {
 _TRAINED: Final = "SELECT batch_id FROM commits WHERE sequence > ? AND rolled_back_by IS NULL"
 _UNDONE: Final = f"SELECT batch_id, members FROM batches WHERE batch_id IN ({_TRAINED})"
 _GROUPS_OF: Final = "SELECT DISTINCT group_id FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
-FIRST_OPEN_STEP: Final = """
+_FIRST_OPEN_STEP: Final = """
 SELECT min(sequence) FROM (
-  SELECT min(commits.sequence) AS sequence FROM {of}batches JOIN {of}commits USING (batch_id) WHERE batches.closed = 0
-  UNION ALL SELECT min(commits.sequence) FROM {of}groups JOIN {of}rollouts USING (group_id)
-    JOIN {of}commits USING (batch_id) WHERE groups.closed = 0
-  UNION ALL SELECT max(commits.sequence) FROM {of}batches JOIN {of}commits USING (batch_id)
+  SELECT min(commits.sequence) AS sequence FROM batches JOIN commits USING (batch_id) WHERE batches.closed = 0
+  UNION ALL SELECT min(commits.sequence) FROM groups JOIN rollouts USING (group_id)
+    JOIN commits USING (batch_id) WHERE groups.closed = 0
+  UNION ALL SELECT max(commits.sequence) FROM batches JOIN commits USING (batch_id)
     WHERE batches.closed = 1 AND rolled_back_by IS NULL)
 """
 """First step that must stay in the ledger: the oldest one on an open batch, or on a batch with a rollout of an open
@@ -117,7 +117,7 @@ class Archive:
     def move_steps(self) -> tuple[int, list[str]]:
         """Move the steps before the first one that must stay, with their batches and checkpoints. Return the step that
         stays, and the versions of the moved checkpoints."""
-        first: int = self._ledger.execute(FIRST_OPEN_STEP.format(of="")).fetchone()[0] or 0
+        first: int = self._ledger.execute(_FIRST_OPEN_STEP).fetchone()[0] or 0
         before = "sequence < ?"
         (steps,) = self._ledger.execute(f"SELECT count(*) FROM commits WHERE {before}", (first,)).fetchone()
         loose = (
@@ -292,13 +292,12 @@ def closed_rollouts(totals: Mapping[str, int]) -> dict[RolloutState, int]:
     return {state: totals[STATE + state] for state in RolloutState if totals.get(STATE + state)}
 
 
-def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
-    """Return the next numbers to be assigned, by name, whether or not earlier rows are still in the ledger. `of` is the
-    SQL schema of the tables, followed by a dot."""
+def next_numbers(ledger: sqlite3.Connection) -> dict[str, int]:
+    """Return the next numbers to be assigned, by name, whether or not earlier rows are still in the ledger."""
     known = totals_of(ledger)
     numbers = {}
     for name, (table, column, first) in _NEXT.items():
-        (highest,) = ledger.execute(f"SELECT max({column}) FROM {of}{table}").fetchone()
+        (highest,) = ledger.execute(f"SELECT max({column}) FROM {table}").fetchone()
         numbers[name] = max(known.get(name, first), first if highest is None else highest + 1)
     return numbers
 
@@ -306,8 +305,7 @@ def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
 def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
     """Create the tables, or check that they exist and belong to this run. Raises ValueError, sqlite3.DatabaseError."""
     (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    (schema,) = database.execute("PRAGMA user_version").fetchone()
-    if not tables and not schema:
+    if not tables:
         with transaction(database):
             for statement in LEDGER_STATEMENTS:
                 database.execute(statement)
@@ -315,6 +313,7 @@ def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
             database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return
+    (schema,) = database.execute("PRAGMA user_version").fetchone()
     if schema != SCHEMA_VERSION:
         raise ValueError(f"it has schema {schema}, but the ledger has schema {SCHEMA_VERSION}")
     if (found := dict(database.execute("SELECT key, value FROM meta"))) != dict(meta):

@@ -34,7 +34,6 @@ from headrace.buffer.ledger.archive import (
     totals_of,
 )
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.ledger.migration import is_whole, migrate, migrate_archive, split
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
@@ -104,10 +103,6 @@ class Ledger:
                 )
             database = connect(path)
             _prepare(database, identity, path)
-            if is_whole(database):
-                database.close()
-                split(path)
-                database = connect(path)
             blobs = BlobFiles(run_dir / "trajectories", trajectory_file_bytes)
             fsync(run_dir)
             return cls(database, blobs, lock, path)
@@ -411,27 +406,9 @@ def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Pa
                     f"{path} was made with {key} = {stored.get(key)}, but this run has {value}: "
                     "resume with the same run and task file, or start a new run directory"
                 )
-        migrate_archive(path)
-        if schema < SCHEMA_VERSION:
-            with transaction(database):
-                migrate(database, schema)
     except BaseException:
         database.close()
         raise
-
-
-def bring_up_to_date(run_dir: Path) -> int | None:
-    """Migrate the ledger of a stopped run. Return its previous schema, or None if it was up to date. Raises
-    LedgerRefused, LedgerInUse."""
-    with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
-        try:
-            (schema,) = database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise unreadable(run_dir / "ledger.db", error) from error
-    if not 0 < schema < SCHEMA_VERSION:
-        return None
-    Ledger.open(run_dir, {}).close()
-    return int(schema)
 
 
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
@@ -460,13 +437,10 @@ def newest_copy_of(path: Path) -> str:
 
 def check_schema(schema: int, application: int, path: Path) -> None:
     """Raise LedgerRefused unless the header is that of a ledger that this version of headrace can read."""
-    if application != APPLICATION_ID:
-        raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
-    if schema < 1:
-        raise LedgerRefused(f"{path} has no schema number: it is damaged; restore a copy")
-    if schema > SCHEMA_VERSION:
+    if (application, schema) != (APPLICATION_ID, SCHEMA_VERSION):
         raise LedgerRefused(
-            f"{path} has schema {schema}, but this version of headrace reads up to {SCHEMA_VERSION}: upgrade headrace"
+            f"{path} is of an unreleased version of headrace, or of another program: start a new run in another "
+            "directory"
         )
 
 

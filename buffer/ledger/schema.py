@@ -3,8 +3,7 @@
 Invariants:
 - There is one table for each kind of record; columns have the names of the record's fields. Versions are text
   (`epoch.step`), structures are JSON.
-- `SCHEMA_VERSION` grows with every change of a table; older files are migrated (`migration`), newer ones are
-  refused.
+- A file of another schema is refused.
 """
 
 from __future__ import annotations
@@ -45,116 +44,71 @@ from headrace.buffer.trajectories.step_scores import StepScores
 from headrace.buffer.trajectories.types import Cause
 from headrace.buffer.trajectories.versions import PolicyVersion
 
-SCHEMA_VERSION = 6
-APPLICATION_ID = 0x48524C31
-"""`HRL1` in the file's header: this SQLite file is a ledger."""
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x48524C47
+"""`HRLG` in the file's header: this SQLite file is a ledger."""
 
-TABLES_OF_2 = """CREATE TABLE tasks (
-  task_id TEXT PRIMARY KEY, last_pass INTEGER NOT NULL, groups INTEGER NOT NULL, finished INTEGER NOT NULL,
-  solved INTEGER NOT NULL, duration_s REAL NOT NULL, infra INTEGER NOT NULL, poison INTEGER NOT NULL,
-  evicted INTEGER NOT NULL, cancelled INTEGER NOT NULL, complete_members INTEGER NOT NULL, reward_sum REAL NOT NULL,
-  reward_square_sum REAL NOT NULL, deviation_square_sum REAL NOT NULL, poison_streak INTEGER NOT NULL,
-  parked INTEGER NOT NULL, last_failure TEXT NOT NULL) WITHOUT ROWID"""
-"""New with schema 2."""
-
-OUTAGES_OF_3 = """CREATE TABLE outages (
-  number INTEGER PRIMARY KEY, component TEXT NOT NULL, reason TEXT NOT NULL, began_at_s REAL NOT NULL,
-  ended_at_s REAL)"""
-CHANGES_OF_3 = (
-    "ALTER TABLE batches ADD COLUMN tries INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE batches ADD COLUMN failure TEXT NOT NULL DEFAULT ''",
-    "ALTER TABLE epochs ADD COLUMN follows TEXT",
-    "ALTER TABLE attempts ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
-    "ALTER TABLE evaluations ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
-    """CREATE TABLE interventions (
-  sequence INTEGER PRIMARY KEY, action TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER, detail TEXT NOT NULL,
-  at_s REAL NOT NULL)""",
-    "ALTER TABLE attempts ADD COLUMN host TEXT NOT NULL DEFAULT ''",
-    "ALTER TABLE attempts ADD COLUMN charged_to TEXT",
-    "ALTER TABLE tasks ADD COLUMN failed_on TEXT NOT NULL DEFAULT '[]'",
-    "ALTER TABLE tasks ADD COLUMN parked_at_s REAL",
-    OUTAGES_OF_3,
-    "CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE ended_evaluations (
-  tag TEXT PRIMARY KEY, step INTEGER NOT NULL, summary TEXT NOT NULL, recorded_at_s REAL NOT NULL) WITHOUT ROWID""",
-    "CREATE TABLE trajectory_files (number INTEGER PRIMARY KEY, last_sequence INTEGER NOT NULL)",
-    "CREATE INDEX commits_by_batch ON commits (batch_id)",
-    "CREATE INDEX commits_by_chain ON commits (chain)",
-    "CREATE INDEX evaluations_by_tag ON evaluations (tag)",
-)
-"""Statements that add the tables and columns of schema 3. They are run for a new ledger too, so that it cannot differ
-from a migrated one."""
-
-CHANGES_OF_4 = (
-    "ALTER TABLE tasks ADD COLUMN grpo_square_sum REAL NOT NULL DEFAULT 0.0",
-    "ALTER TABLE tasks ADD COLUMN grpo_deviation_sum REAL NOT NULL DEFAULT 0.0",
-)
-"""Columns new with schema 4, in which `groups.advantage` has other names for the kinds of older ledgers."""
-
-CHANGES_OF_5 = (
-    "ALTER TABLE attempts ADD COLUMN scores TEXT",
-    "ALTER TABLE rollouts ADD COLUMN first_values TEXT",
-    "ALTER TABLE rollouts ADD COLUMN turn_advantages TEXT",
-)
-"""Columns new with schema 5: scores of steps, and what follows from them. Older ledgers have none."""
-
-CHANGES_OF_6 = (
-    "ALTER TABLE attempts ADD COLUMN breakdown TEXT",
-    "ALTER TABLE evaluations ADD COLUMN host TEXT NOT NULL DEFAULT ''",
-    "ALTER TABLE evaluations ADD COLUMN trace_id TEXT NOT NULL DEFAULT ''",
-    "ALTER TABLE evaluations ADD COLUMN breakdown TEXT",
-)
-"""Columns new with schema 6: where the time of an attempt went. Attempts of older ledgers have only their phases."""
-
-LEDGER_DDL = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, parent TEXT, chain TEXT NOT NULL, opened_at_s REAL NOT NULL);
-CREATE TABLE groups (
+LEDGER_STATEMENTS = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE epochs (
+  epoch INTEGER PRIMARY KEY, parent TEXT, follows TEXT, chain TEXT NOT NULL, opened_at_s REAL NOT NULL)""",
+    """CREATE TABLE groups (
   group_id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL UNIQUE, task_id TEXT NOT NULL, state TEXT NOT NULL,
   opened_at_s REAL NOT NULL, seal_order INTEGER UNIQUE, ended_at_s REAL, closed INTEGER NOT NULL,
-  max_evictions INTEGER NOT NULL DEFAULT 0, rule TEXT, min_members INTEGER, advantage TEXT, complete_before INTEGER)
-  WITHOUT ROWID;
-CREATE INDEX groups_by_closed ON groups (closed);
-CREATE TABLE rollouts (
+  max_evictions INTEGER NOT NULL, rule TEXT, min_members INTEGER, advantage TEXT, complete_before INTEGER)
+  WITHOUT ROWID""",
+    "CREATE INDEX groups_by_closed ON groups (closed)",
+    """CREATE TABLE rollouts (
   rollout_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, member INTEGER NOT NULL, state TEXT NOT NULL,
   attempt INTEGER NOT NULL, failures INTEGER NOT NULL, reward REAL, advantage REAL,
   batch_id TEXT REFERENCES batches DEFERRABLE INITIALLY DEFERRED, reason TEXT, first_reward REAL, baseline REAL,
-  scale REAL, late INTEGER NOT NULL DEFAULT 0, evictions INTEGER NOT NULL DEFAULT 0,
-  UNIQUE (group_id, member)) WITHOUT ROWID;
-CREATE TABLE attempts (
+  scale REAL, late INTEGER NOT NULL, evictions INTEGER NOT NULL, first_values TEXT, turn_advantages TEXT,
+  UNIQUE (group_id, member)) WITHOUT ROWID""",
+    "CREATE INDEX rollouts_by_batch ON rollouts (batch_id)",
+    """CREATE TABLE attempts (
   rollout_id TEXT NOT NULL REFERENCES rollouts, attempt INTEGER NOT NULL, version TEXT NOT NULL,
   issued_at_s REAL NOT NULL, ended_at_s REAL, offered INTEGER NOT NULL, cause TEXT, reward REAL,
-  trainable INTEGER NOT NULL, detail TEXT NOT NULL, trained TEXT NOT NULL,
-  turns INTEGER NOT NULL,
-  phases_s TEXT NOT NULL, trace_id TEXT NOT NULL, trajectory_file INTEGER,
-  PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
-CREATE TABLE batches (
+  solved INTEGER NOT NULL, trainable INTEGER NOT NULL, detail TEXT NOT NULL, trained TEXT NOT NULL,
+  turns INTEGER NOT NULL, phases_s TEXT NOT NULL, breakdown TEXT, trace_id TEXT NOT NULL, host TEXT NOT NULL,
+  charged_to TEXT, scores TEXT, trajectory_file INTEGER, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID""",
+    """CREATE TABLE batches (
   batch_id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL UNIQUE, state TEXT NOT NULL,
   epoch INTEGER NOT NULL REFERENCES epochs, version TEXT NOT NULL, members TEXT NOT NULL,
-  leased_at_s REAL NOT NULL, queue_order INTEGER, closed INTEGER NOT NULL) WITHOUT ROWID;
-CREATE INDEX batches_by_closed ON batches (closed);
-CREATE TABLE commits (
+  leased_at_s REAL NOT NULL, queue_order INTEGER, closed INTEGER NOT NULL, tries INTEGER NOT NULL,
+  failure TEXT NOT NULL) WITHOUT ROWID""",
+    "CREATE INDEX batches_by_closed ON batches (closed)",
+    """CREATE TABLE commits (
   sequence INTEGER PRIMARY KEY, batch_id TEXT NOT NULL REFERENCES batches, epoch INTEGER NOT NULL REFERENCES epochs,
   trained_at TEXT NOT NULL, version TEXT NOT NULL, skipped INTEGER NOT NULL, chain TEXT NOT NULL,
-  max_staleness INTEGER NOT NULL, committed_at_s REAL NOT NULL, metrics TEXT NOT NULL, rolled_back_by INTEGER);
-CREATE TABLE checkpoints (
+  max_staleness INTEGER NOT NULL, committed_at_s REAL NOT NULL, metrics TEXT NOT NULL, rolled_back_by INTEGER)""",
+    "CREATE INDEX commits_by_batch ON commits (batch_id)",
+    "CREATE INDEX commits_by_chain ON commits (chain)",
+    """CREATE TABLE checkpoints (
   version TEXT PRIMARY KEY, path TEXT NOT NULL, batch_ids TEXT NOT NULL, chain TEXT NOT NULL,
-  recorded_at_s REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE evaluations (
+  recorded_at_s REAL NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE evaluations (
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, task_id TEXT NOT NULL, tag TEXT NOT NULL, version TEXT NOT NULL,
-  cause TEXT NOT NULL, reward REAL, detail TEXT NOT NULL, sampled TEXT NOT NULL, recorded_at_s REAL NOT NULL,
-  PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
-CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-"""
-# The index of rollouts is not among the changes: a migrated file becomes the archive, where no query is by batch.
-LEDGER_STATEMENTS = (
-    *LEDGER_DDL.strip().rstrip(";").split(";\n"),
-    TABLES_OF_2,
-    *CHANGES_OF_3,
-    *CHANGES_OF_4,
-    *CHANGES_OF_5,
-    *CHANGES_OF_6,
-    "CREATE INDEX rollouts_by_batch ON rollouts (batch_id)",
+  cause TEXT NOT NULL, reward REAL, solved INTEGER NOT NULL, detail TEXT NOT NULL, sampled TEXT NOT NULL,
+  recorded_at_s REAL NOT NULL, host TEXT NOT NULL, trace_id TEXT NOT NULL, breakdown TEXT,
+  PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID""",
+    "CREATE INDEX evaluations_by_tag ON evaluations (tag)",
+    """CREATE TABLE ended_evaluations (
+  tag TEXT PRIMARY KEY, step INTEGER NOT NULL, summary TEXT NOT NULL, recorded_at_s REAL NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE tasks (
+  task_id TEXT PRIMARY KEY, last_pass INTEGER NOT NULL, groups INTEGER NOT NULL, finished INTEGER NOT NULL,
+  solved INTEGER NOT NULL, duration_s REAL NOT NULL, infra INTEGER NOT NULL, poison INTEGER NOT NULL,
+  evicted INTEGER NOT NULL, cancelled INTEGER NOT NULL, complete_members INTEGER NOT NULL, reward_sum REAL NOT NULL,
+  reward_square_sum REAL NOT NULL, grpo_square_sum REAL NOT NULL, grpo_deviation_sum REAL NOT NULL, poison_streak INTEGER NOT NULL, parked INTEGER NOT NULL, parked_at_s REAL,
+  last_failure TEXT NOT NULL, failed_on TEXT NOT NULL) WITHOUT ROWID""",
+    """CREATE TABLE outages (
+  number INTEGER PRIMARY KEY, component TEXT NOT NULL, reason TEXT NOT NULL, began_at_s REAL NOT NULL,
+  ended_at_s REAL)""",
+    """CREATE TABLE interventions (
+  sequence INTEGER PRIMARY KEY, action TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER, detail TEXT NOT NULL,
+  at_s REAL NOT NULL)""",
+    "CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE trajectory_files (number INTEGER PRIMARY KEY, last_sequence INTEGER NOT NULL)",
 )
 
 TRAJECTORIES_DDL = """
@@ -393,7 +347,7 @@ TABLES: Mapping[type, Table] = {
         "tasks",
         "task_id",
         "last_pass groups finished solved duration_s infra poison evicted cancelled complete_members reward_sum "
-        "reward_square_sum deviation_square_sum grpo_square_sum grpo_deviation_sum poison_streak parked last_failure "
+        "reward_square_sum grpo_square_sum grpo_deviation_sum poison_streak parked last_failure "
         "failed_on parked_at_s",
         {"parked": bool, "failed_on": _read_hosts},
         {"failed_on": _write_hosts},

@@ -194,8 +194,7 @@ class RolloutResult:
     """Result of an attempt, as a worker offers it. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare,
     agent, evaluate. `trajectory` is None when nothing was sampled. `host` is where the attempt's sandbox ran, if that
     is known; `engine_failed` means that a failure of an engine or the gateway ended the attempt. `scores` are those of
-    a judge for the attempt's steps; the outcome's reward follows from them. `breakdown` says where the time went; a
-    worker of an older version sends none."""
+    a judge for the attempt's steps; the outcome's reward follows from them. `breakdown` says where the time went."""
 
     rollout_id: RolloutId
     attempt: int

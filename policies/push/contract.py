@@ -53,11 +53,11 @@ class PushConfig(BaseModel):
     the disk's speed, times the engines of a wave, and a margin."""
     gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
     """Time after which a gate opens if the push that closed it has died; a live push renews this lease."""
-    verify: Literal["snapshot", "engines", "off"] = "snapshot"
+    verify: Literal["snapshot", "off"] = "snapshot"
     """Check of the weights that an engine holds after a push: `snapshot` compares their checksums with the snapshot's.
     SGLang computes checksums differently, so those of its engines are compared with one another: the majority is taken
     as correct, and an engine that differs when there is none reads the snapshot's directory again, which counts as a
-    further vote. `engines` is an older name of `snapshot`; `off` compares nothing."""
+    further vote. `off` compares nothing."""
 
     @property
     def engine_group_timeout_s(self) -> float:

@@ -74,7 +74,7 @@ class Rig:
         """`before`, by phase: what to do when the journal has been told of it."""
         version, model = self.next_version()
         # Before 0.5.22 SGLang tells no checksums without CUDA.
-        verify = "engines" if self.tells_checksums else "off"
+        verify = "snapshot" if self.tells_checksums else "off"
         config = PushConfig.model_validate(
             {
                 "pause_mode": mode,

@@ -197,12 +197,12 @@ async def test_a_wrong_first_engine_is_outvoted(tiny_model_dir: Path, tmp_path: 
     async with open_rig(tiny_model_dir, tmp_path, names=("one", "two", "three")) as rig:
         config = SGLangConfig(vocab_size=258)
         rig.engines["one"] = WrongWeights(EngineId("one"), rig.processes["one"].url, rig.session, config)
-        together = await rig.push(tiny_model_dir, 1, verify="engines", wave_size=3)
+        together = await rig.push(tiny_model_dir, 1, verify="snapshot", wave_size=3)
         assert together.quarantined == ("one",)
         await rig.replace("one")
         rig.engines["one"] = WrongWeights(EngineId("one"), rig.processes["one"].url, rig.session, config)
         # One after another: the snapshot decides, and not who came first.
-        report = await rig.push(tiny_model_dir, 2, verify="engines")
+        report = await rig.push(tiny_model_dir, 2, verify="snapshot")
         assert report.quarantined == ("one",)
         assert report.updated == ("two", "three")
 

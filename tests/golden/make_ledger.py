@@ -1,7 +1,6 @@
-"""Makes a golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger_v6`.
+"""Makes the golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger`.
 
-Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` to
-`ledger_v5` were made by earlier versions of this script.
+Until a version is released, a change of a table replaces it.
 """
 
 from __future__ import annotations

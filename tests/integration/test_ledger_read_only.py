@@ -17,7 +17,7 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v2"
+GOLDEN = Path(__file__).parents[1] / "golden" / "ledger"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
 

@@ -149,7 +149,7 @@ async def test_gates_can_stay_closed_for_longer_than_one_lease(rig, models: list
 
 
 async def test_two_engines_are_updated_in_one_wave(rig, models: list[Path]) -> None:
-    report = await rig.push(models[0], 6, wave_size=2, verify="engines")
+    report = await rig.push(models[0], 6, wave_size=2, verify="snapshot")
     assert report.updated == ("one", "two")
     assert {(await engine.info()).version for engine in rig.engines.values()} == {PolicyVersion(1, 6)}
 

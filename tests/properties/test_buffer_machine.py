@@ -54,7 +54,7 @@ CONFIGS = (
     {"rule": "count(2)", "unfinished": "abort", "passes": 1, "park_after": 1},
     {"rule": "fraction(0.6) & grace(3) | deadline(9)", "max_evictions": 1, "curriculum": "frontier", "passes": 2},
     {"rule": "fraction(0.6) & grace(3) | deadline(9)", "unfinished": "abort"},
-    {"rule": "fraction(0.6) & grace(3) | deadline(9)", "advantage": "grpo_first_round"},
+    {"rule": "fraction(0.6) & grace(3) | deadline(9)", "advantage": "leave_one_out"},
     {"rule": "all | expiring(1)", "max_evictions": 3, "advantage": "grpo_no_std"},
     {"rule": "at_least(2) & deadline(5)", "curriculum": "frontier", "zero_variance": "filter"},
 )

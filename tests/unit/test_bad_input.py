@@ -653,3 +653,20 @@ def test_credit_for_steps_is_refused_where_it_would_mean_something_else(
     error = refused(monkeypatch, capsys, recipe, *(part for one in sets for part in ("--set", one)))
     assert "agent.loop.judge" in error
     assert reason in error
+
+
+@pytest.mark.parametrize(
+    ("removed", "instead"),
+    [
+        ("buffer.advantage=centered", "'grpo', 'grpo_no_std' or 'leave_one_out'"),
+        ("buffer.advantage=grpo_first_round", "'grpo', 'grpo_no_std' or 'leave_one_out'"),
+        ("push.verify=engines", "'snapshot' or 'off'"),
+    ],
+)
+def test_a_removed_value_is_refused_with_those_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], removed: str, instead: str
+) -> None:
+    recipe = Path(__file__).parents[2] / "scripts" / "recipes" / "simulated.toml"
+    error = refused(monkeypatch, capsys, recipe, "--set", removed)
+    assert removed.partition("=")[0] in error
+    assert instead in error

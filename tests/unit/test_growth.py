@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sqlite3
 import threading
@@ -13,16 +12,14 @@ from types import SimpleNamespace
 import pytest
 from benches.long_runs.months import write_run
 
-from headrace.actors.record.files.metrics import read_metrics
-from headrace.buffer.audit.evidence import read_evidence, read_open, streamed
+from headrace.buffer.audit.evidence import read_evidence, read_open
 from headrace.buffer.audit.export import export
-from headrace.buffer.audit.report import acceptance
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import LedgerMismatch
 from headrace.buffer.ledger import ledger as ledger_module
-from headrace.buffer.ledger.ledger import Ledger, bring_up_to_date
+from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.types import CheckpointRef, GroupId, StepReport
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -34,12 +31,9 @@ HOURS = 1 / 24
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of three hours and of nine, and of nine in the format before this one."""
+    """Of three hours and of nine."""
     folder = tmp_path_factory.mktemp("runs")
-    return {
-        name: write_run(folder, name, days=hours * HOURS, older=older)[1].path
-        for name, hours, older in (("short", 3, False), ("long", 9, False), ("old", 9, True))
-    }
+    return {name: write_run(folder, name, days=hours * HOURS)[1].path for name, hours in (("short", 3), ("long", 9))}
 
 
 @pytest.fixture
@@ -57,7 +51,7 @@ def loaded(run_dir):
         return ledger.load()
 
 
-@pytest.mark.parametrize(("name", "steps"), [("short", 43), ("long", 133), ("old", 133)])
+@pytest.mark.parametrize(("name", "steps"), [("short", 43), ("long", 133)])
 def test_a_generated_run_is_complete_and_has_no_problems(run, name, steps):
     report = verify(run(name))
     assert report.problems == ()
@@ -71,23 +65,21 @@ def kinds_of(snapshot):
 
 
 def test_a_ledger_keeps_as_many_rows_after_nine_hours_as_after_three(run):
-    short, long, migrated = (loaded(run(name)) for name in ("short", "long", "old"))
-    assert kinds_of(short) == kinds_of(long) == kinds_of(migrated)
-    assert len(long.evaluations) == len(short.evaluations) == len(migrated.evaluations) == 0
-    assert (short.next_commit, long.next_commit, migrated.next_commit) == (44, 134, 134)
-    assert long.closed == migrated.closed == {RolloutState.TRAINED: 130 * 64}
-    assert long.steps_closed == migrated.steps_closed == 129
-    assert long.evaluations_closed == migrated.evaluations_closed
+    short, long = (loaded(run(name)) for name in ("short", "long"))
+    assert kinds_of(short) == kinds_of(long)
+    assert len(long.evaluations) == len(short.evaluations) == 0
+    assert (short.next_commit, long.next_commit) == (44, 134)
+    assert long.closed == {RolloutState.TRAINED: 130 * 64}
+    assert long.steps_closed == 129
 
 
 def test_the_resume_report_reads_only_open_groups(run):
-    short, long, old = run("short"), run("long"), run("old")
-    bring_up_to_date(old)
+    short, long = run("short"), run("long")
     sizes = [
         {name: len(getattr(read_open(path), name)) for name in ("groups", "rollouts", "attempts", "batches", "commits")}
-        for path in (short, long, old)
+        for path in (short, long)
     ]
-    assert sizes[0] == sizes[1] == sizes[2]
+    assert sizes[0] == sizes[1]
     report = resume_report(long, max_staleness=4)
     assert (report.steps_kept, report.steps_undone, report.lost, report.problems) == (130, 3, 0, ())
     assert report.kept + report.restarted + report.pending + report.ended == verify(long).issued
@@ -96,7 +88,7 @@ def test_the_resume_report_reads_only_open_groups(run):
 
 def test_a_checkpoints_ledger_copy_is_as_large_after_nine_hours_as_after_three(run, tmp_path):
     sizes = []
-    for name in ("short", "long", "old"):
+    for name in ("short", "long"):
         with closing(opened(run(name))) as ledger:
             ledger.backup(tmp_path / f"{name}.db")
         sizes.append((tmp_path / f"{name}.db").stat().st_size)
@@ -119,39 +111,12 @@ def test_returning_to_a_checkpoint_recalls_only_the_undone_rows(run):
 
 
 def test_reading_the_ledger_and_the_archive_gives_all_rows(run, tmp_path):
-    run_dir, old = run("long"), run("old")
-    evidence = read_evidence(run_dir)
-    before = read_evidence(old)
-    assert len(evidence.rollouts) == len(before.rollouts) == 136 * 64
-    with streamed(run_dir) as whole, streamed(old) as single:
-        assert acceptance(whole) == acceptance(single)
-    assert export(run_dir, tmp_path / "out").rows["rollouts"] == 136 * 64
-
-
-def test_finished_evaluations_are_known_after_a_migration(run):
-    run_dir = run("old")
-    tags = {record["tag"] for record in read_metrics(run_dir / "metrics.jsonl", ("evaluation",))}
-    with (run_dir / "metrics.jsonl").open("ab") as file:
-        file.write(b'\x00\xff"evaluation"\n{"kind": "evaluation", "tag": "torn", "st')
+    run_dir = run("long")
+    assert len(read_evidence(run_dir).rollouts) == 136 * 64
     with closing(opened(run_dir)) as ledger:
-        ended = ledger.ended_evaluations()
         assert len(ledger.evaluations("step-10")) == 64
-    assert tags == set(ended)
-    assert set(ended.values()) == {0.5}
-
-
-@pytest.mark.parametrize("left", ["small", "linked"])
-def test_an_interrupted_split_is_repeated(run, left):
-    run_dir = run("old")
-    if left == "small":
-        (run_dir / "ledger.db.small").write_bytes(b"half of a ledger")
-    else:
-        os.link(run_dir / "ledger.db", run_dir / "archive.db")
-    assert bring_up_to_date(run_dir) == 2
-    assert bring_up_to_date(run_dir) is None
-    assert not (run_dir / "ledger.db.small").exists()
-    report = verify(run_dir)
-    assert (report.problems, report.steps) == ((), 133)
+        assert set(ledger.ended_evaluations().values()) == {0.5}
+    assert export(run_dir, tmp_path / "out").rows["rollouts"] == 136 * 64
 
 
 def test_a_missing_archive_is_reported_and_does_not_stop_the_run(run):
@@ -247,9 +212,8 @@ async def test_a_finished_evaluation_is_known_after_a_restart_and_from_the_archi
         assert store.status().evaluations == 1
 
 
-def test_the_newest_checkpoints_step_is_kept_by_a_migration(run):
-    run_dir = run("old")
-    bring_up_to_date(run_dir)
+def test_the_newest_checkpoints_step_stays_in_the_ledger(run):
+    run_dir = run("long")
     ref = usable_checkpoint(run_dir / "checkpoints").checkpoint
     with closing(opened(run_dir)) as ledger:
         snapshot = ledger.load()

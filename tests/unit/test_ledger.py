@@ -131,8 +131,8 @@ def test_the_ledger_cannot_be_opened_by_a_second_process(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("PRAGMA user_version = 99", "schema 99"),
-        ("PRAGMA application_id = 7", "another program"),
+        ("PRAGMA user_version = 99", "unreleased version"),
+        ("PRAGMA application_id = 7", "another program: start a new run"),
         ("UPDATE meta SET value = 'other' WHERE key = 'run_id'", "run_id = other"),
         ("UPDATE meta SET value = 'other' WHERE key = 'tasks_sha256'", "tasks_sha256"),
     ],

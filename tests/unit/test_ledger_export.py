@@ -26,7 +26,7 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
 from support.recorded_spans import recorded_spans
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v1"
+GOLDEN = Path(__file__).parents[1] / "golden" / "ledger"
 
 
 async def make_run(run_dir: Path) -> tuple[ReplayStore, list]:
@@ -207,7 +207,7 @@ async def test_unreadable_trajectories_are_counted(tmp_path: Path) -> None:
     assert export(tmp_path / "run", tmp_path / "out").unreadable == 2
 
 
-def test_an_old_ledger_is_exported_without_changing_it(tmp_path: Path) -> None:
+def test_a_ledger_is_exported_without_changing_it(tmp_path: Path) -> None:
     run_dir = shutil.copytree(GOLDEN, tmp_path / "run")
     before = (run_dir / "ledger.db").read_bytes()
     report = export(run_dir, tmp_path / "out")

@@ -372,7 +372,7 @@ def of_another_run(run_dir: Path) -> None:
     (run_dir / "run_id").write_text("another")
 
 
-def of_a_newer_version(run_dir: Path) -> None:
+def of_another_version(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.db")) as database:
         database.execute("PRAGMA user_version = 99")
 
@@ -400,7 +400,7 @@ def no_tasks(run_dir: Path) -> None:
     [
         (no_run_id, r"run_id cannot be read.*copy all of it"),
         (of_another_run, r"was made with run_id = run, but this run has another: resume with the same run"),
-        (of_a_newer_version, r"has schema 99, .*upgrade headrace"),
+        (of_another_version, r"is of an unreleased version of headrace, .*start a new run"),
         (empty, r"is missing or empty, but there is .*restore the ledger"),
         (cut_off, r"is not readable: .*put the newest copy in its place"),
         (damaged_trajectories, r"000001.db is not readable: .*remove it .*retry-lost"),

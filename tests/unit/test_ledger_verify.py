@@ -263,7 +263,7 @@ async def test_contradictions_in_groups_are_reported(early_dir, statement, probl
     assert any(problem in line for line in report.problems), report.problems
 
 
-KINDS = ("grpo", "grpo_no_std", "leave_one_out", "grpo_first_round")
+KINDS = ("grpo", "grpo_no_std", "leave_one_out")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -176,7 +176,7 @@ def test_the_command_prints_the_lines_of_a_rollout_and_of_an_attempt(run: Path) 
 )
 def test_a_rollout_without_lines_gives_one_line_that_says_why(tmp_path: Path, rollout: str, answer: str) -> None:
     run = tmp_path / "run"
-    shutil.copytree(CONFIG.parent / "ledger_v6", run)
+    shutil.copytree(CONFIG.parent / "ledger", run)
     shutil.copyfile(CONFIG, run / "config.json")
     result = CliRunner().invoke(app, ["logs", str(run), "--rollout", rollout])
     assert answer in f"{result.output}{result.exception}".replace("\n", "")
@@ -184,7 +184,7 @@ def test_a_rollout_without_lines_gives_one_line_that_says_why(tmp_path: Path, ro
 
 def test_the_beginning_of_an_id_is_enough(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(CONFIG.parent / "ledger_v6", run)
+    shutil.copytree(CONFIG.parent / "ledger", run)
     shutil.copyfile(CONFIG, run / "config.json")
     with closing(sqlite3.connect(run / "ledger.db")) as ledger, ledger:
         ledger.execute("UPDATE rollouts SET rollout_id = 'h000001-0' WHERE rollout_id = 'g000008-0'")

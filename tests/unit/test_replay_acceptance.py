@@ -273,27 +273,6 @@ def test_scales_for_early_groups_come_from_complete_groups():
     assert scale_of(buffer, third) == pytest.approx(2.0 * 4 / 3, rel=1e-5), "flat groups do not lower it"
 
 
-def test_the_first_rounds_scales_remain_those_of_the_first_round():
-    buffer, orders = quartet(rule="count(3)", advantage="grpo_first_round")
-    for order, reward in zip(orders, (4.0, 0.0, 0.0, 0.0), strict=True):
-        finish(buffer, order, 1.0, reward)
-    assert scale_of(buffer, orders) == 1.0
-    other = buffer.issue(4, FIRST, 2.0)
-    for order in other:
-        finish(buffer, order, 3.0, 0.0)
-    assert scale_of(buffer, other) == math.sqrt(3.0)
-    third = buffer.issue(4, FIRST, 4.0)
-    for order in third[:3]:
-        finish(buffer, order, 5.0, 0.0)
-    assert scale_of(buffer, third) == math.sqrt(1.5), "the flat group lowers it"
-    early, orders = quartet(advantage="grpo_first_round", rule="count(3)")
-    for order in orders:
-        finish(early, order, 1.0, 0.5)
-    for order in (again := early.issue(4, FIRST, 2.0))[:3]:
-        finish(early, order, 3.0, 0.5)
-    assert scale_of(early, again) == 0.1
-
-
 def test_a_complete_group_has_its_own_scale_and_a_flat_one_that_of_history():
     """A member of a flat group may be issued again and get another reward."""
     buffer, orders = quartet(advantage="grpo")

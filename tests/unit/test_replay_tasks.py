@@ -70,7 +70,7 @@ def test_results_and_failures_are_recorded_in_the_history_of_a_task():
     task = buffer.state.task(first.task_id)
     assert (task.groups, task.finished, task.solved, task.duration_s, task.last_pass) == (1, 2, 1, 12.0, 0)
     assert (task.complete_members, task.reward_sum, task.reward_square_sum) == (2, 1.0, 1.0)
-    assert task.deviation_square_sum == 0.5
+    assert task.grpo_square_sum == 0.5
     other = buffer.state.task(fourth.task_id)
     assert (other.infra, other.poison, other.poison_streak, other.last_failure) == (1, 1, 1, "it broke")
 

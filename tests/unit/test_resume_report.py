@@ -18,7 +18,6 @@ from headrace.buffer.audit.resume_report import decile_edges, resume_report
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import CheckpointMissing, LedgerMismatch, LedgerRefused
-from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.types import StepReport
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -43,8 +42,8 @@ CONFIG = SimpleNamespace(buffer=cases.SMALL, learner=LEARNER)
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of an older schema: killed after a step past its checkpoint, with a batch leased and rollouts in flight."""
-    return shutil.copytree(TESTS / "golden" / "ledger_v1", tmp_path / "run")
+    """A run killed after a step past its checkpoint, with a batch leased and rollouts in flight."""
+    return shutil.copytree(TESTS / "golden" / "ledger", tmp_path / "run")
 
 
 def untouched(folder):
@@ -55,13 +54,13 @@ def untouched(folder):
 def test_the_report_counts_kept_restarted_and_lost_rollouts(run_dir):
     report = resume_report(run_dir, max_staleness=2)
     assert (report.checkpoint, report.epoch, report.steps_kept, report.steps_undone) == ("1.2", 3, 2, 1)
-    assert (report.trained, report.sealed, report.waiting, report.again) == (8, 4, 1, 8)
-    assert (report.restarted, report.pending, report.ended, report.lost) == (2, 1, 0, 0)
-    assert report.kept + report.restarted + report.pending + report.ended == 24
+    assert (report.trained, report.sealed, report.waiting, report.again) == (16, 8, 0, 16)
+    assert (report.restarted, report.pending, report.ended, report.lost) == (2, 5, 1, 0)
+    assert report.kept + report.restarted + report.pending + report.ended == 48
     assert sum(decile.kept for decile in report.deciles) == report.kept
     assert sum(decile.again for decile in report.deciles) == report.again
     assert sum(decile.restarted for decile in report.deciles) == report.restarted
-    assert report.to_json()["kept"] == 21
+    assert report.to_json()["kept"] == 40
     assert report.lines()[-1].startswith("     restarted")
 
 
@@ -131,7 +130,7 @@ def test_without_a_checkpoint_all_steps_are_undone_and_nothing_is_lost(run_dir):
     shutil.rmtree(run_dir / "checkpoints")
     report = resume_report(run_dir, max_staleness=9)
     assert (report.checkpoint, report.steps_kept, report.trained, report.lost) == (None, 0, 0, 0)
-    assert report.again == 16
+    assert report.again == 32
     assert report.lines()[0].startswith("resume from the start as epoch 3")
 
 
@@ -158,8 +157,7 @@ def test_the_command_prints_the_report_and_stores_it_in_the_run_directory(run_di
     preparation = ResumePreparation(CONFIG, RunDirectory(path=run_dir), say=said.append)
     preparation.prepare()
     report = resume_report(run_dir, max_staleness=2)
-    assert said[0].startswith("migrated the ledger from schema 1 to 6 in ")
-    assert said[1:] == report.lines()
+    assert said == report.lines()
     assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(preparation.report))
     assert preparation.report["kept"] == report.kept
 
@@ -232,7 +230,6 @@ def test_resuming_from_the_start_undoes_all_steps(run_dir):
 
 
 def test_a_run_that_cannot_restart_keeps_its_checkpoints(run_dir):
-    bring_up_to_date(run_dir)
     (run_dir / "archive.db").unlink()
     with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing"):
         resuming(run_dir, [], from_start=True).prepare()
@@ -241,7 +238,6 @@ def test_a_run_that_cannot_restart_keeps_its_checkpoints(run_dir):
 
 
 def test_a_run_without_checkpoints_and_archive_is_refused_in_one_line(run_dir):
-    bring_up_to_date(run_dir)
     (run_dir / "archive.db").unlink()
     lose(run_dir / "checkpoints")
     with pytest.raises(LedgerRefused, match=r"contains no usable checkpoint"):
@@ -275,8 +271,8 @@ def test_a_damaged_checkpoint_is_skipped_and_named(run_dir):
     said = []
     about = resuming(run_dir, said)
     about.prepare()
-    assert said[1].startswith(f"CHECKPOINT {second.version} IS LEFT OUT: ")
-    assert "has 693 bytes, but 700 were written" in said[1]
+    assert said[0].startswith(f"CHECKPOINT {second.version} IS LEFT OUT: ")
+    assert "has 693 bytes, but 700 were written" in said[0]
     assert (root / f"aside-{second.version}" / "model").exists()
     assert about.report["checkpoint"] == str(first.version)
     assert list(about.report["checkpoints_left_out"]) == [str(second.version)]
@@ -358,12 +354,3 @@ def test_a_run_that_died_while_creating_the_ledger_starts(tmp_path):
     said = []
     ResumePreparation(CONFIG, RunDirectory(path=tmp_path), say=said.append).prepare()
     assert said == ["nothing was recorded yet: the run starts from the beginning"]
-
-
-def test_the_resume_report_can_read_a_ledger_with_schema_2(tmp_path):
-    run_dir = shutil.copytree(TESTS / "golden" / "ledger_v2", tmp_path / "run")
-    issued = len(read_evidence(run_dir).rollouts)
-    report = resume_report(run_dir, max_staleness=2)
-    assert report.lost == 0, report.problems
-    assert report.kept + report.restarted + report.pending + report.ended == issued
-    assert report.steps_kept + report.steps_undone > 0

@@ -29,7 +29,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.machine import PushOutcome
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v2"
+GOLDEN = Path(__file__).parents[1] / "golden" / "ledger"
 
 
 def told_of(folder: Path, *, metrics: tuple[dict, ...] = ()) -> RunReport:

@@ -24,8 +24,8 @@ _FAILED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedAttempt:
-    """An attempt that has ended: times in seconds, `ended_at_s` in Unix time. Without a breakdown, `parts_s` are the
-    phases of an older ledger, or empty."""
+    """An attempt that has ended: times in seconds, `ended_at_s` in Unix time. Without a breakdown, `parts_s` is
+    empty."""
 
     purpose: str
     cause: str
@@ -55,19 +55,15 @@ class EndedAttempt:
         return max(0.0, float(value)) if isinstance(value, int | float) else 0.0
 
 
-def breakdown_of(breakdown: str | None, phases: str) -> tuple[dict[str, float], dict[str, Label]]:
-    """Return the parts and labels of a row, never negative; of a ledger before schema 6, the phases. A damaged
-    breakdown counts as none."""
+def breakdown_of(breakdown: str | None) -> tuple[dict[str, float], dict[str, Label]]:
+    """Return the parts and labels of a row, never negative. A damaged breakdown counts as none."""
+    if breakdown is None:
+        return {}, {}
     try:
-        if breakdown is not None:
-            document: dict[str, Any] = orjson.loads(breakdown)
-            return {part: max(0.0, seconds) for part, seconds in document["parts_s"].items()}, dict(document["labels"])
-        parts: dict[str, float] = {}
-        for part, seconds in orjson.loads(phases):
-            parts[part] = parts.get(part, 0.0) + max(0.0, seconds)
+        document: dict[str, Any] = orjson.loads(breakdown)
+        return {part: max(0.0, seconds) for part, seconds in document["parts_s"].items()}, dict(document["labels"])
     except (AttributeError, KeyError, TypeError, ValueError):
         return {}, {}
-    return parts, {}
 
 
 def count_end(counts: Counts, attempt: EndedAttempt) -> None:

@@ -135,14 +135,7 @@ class LedgerCounts:
         unfinished = {group_id for group_id, state, _ in rollouts.values() if state not in FINAL}
         self.states.update(state for _, state, _ in rollouts.values())
         due: list[End] = []
-        of_attempts = (
-            "rollout_id",
-            "attempt",
-            "issued_at_s",
-            "ended_at_s",
-            "cause",
-            "breakdown NOTNULL OR phases_s != '[]'",
-        )
+        of_attempts = ("rollout_id", "attempt", "issued_at_s", "ended_at_s", "cause", "breakdown NOTNULL")
         for rollout_id, number, issued_s, ended_s, cause, described in rows.select(
             "attempts", of_attempts, where=f"rollout_id {IN_JSON}", values=(json_of(rollouts),)
         ):

@@ -1,7 +1,7 @@
 """Reads the ledger of a run when it has changed.
 
 Invariants:
-- Files are only read, in one transaction; those of an older schema are migrated in copies.
+- Files are only read, in one transaction.
 - What an error leaves half counted is dropped: the next reading counts everything again.
 """
 

@@ -36,13 +36,13 @@ def training_attempts(rows: JoinedRows, ids: str) -> Iterator[tuple[tuple[str, s
     named = json_of({*groups.values()})
     tasks = dict(rows.select("groups", ("group_id", "task_id"), where=f"group_id {IN_JSON}", values=(named,)))
     columns = (
-        *("rollout_id", "attempt", "issued_at_s", "ended_at_s", "cause", "reward", "turns", "phases_s", "trace_id"),
-        *("host", "breakdown"),
+        *("rollout_id", "attempt", "issued_at_s", "ended_at_s", "cause", "reward", "turns", "trace_id", "host"),
+        "breakdown",
     )
-    for rollout_id, number, issued_s, ended_s, cause, reward, turns, phases, trace_id, host, breakdown in rows.select(
+    for rollout_id, number, issued_s, ended_s, cause, reward, turns, trace_id, host, breakdown in rows.select(
         "attempts", columns, where=f"rollout_id {IN_JSON} AND ended_at_s NOTNULL", values=(ids,)
     ):
-        parts, labels = breakdown_of(breakdown, phases)
+        parts, labels = breakdown_of(breakdown)
         yield (
             (TRAIN, rollout_id, number),
             EndedAttempt(
@@ -67,7 +67,7 @@ def evaluation_attempts(rows: JoinedRows, ids: str) -> Iterator[tuple[tuple[str,
     for rollout_id, number, task, cause, at_s, host, trace_id, breakdown in rows.select(
         "evaluations", columns, where=f"rollout_id {IN_JSON}", values=(ids,)
     ):
-        parts, labels = breakdown_of(breakdown, "[]")
+        parts, labels = breakdown_of(breakdown)
         yield (
             (EVALUATION, rollout_id, number),
             EndedAttempt(

@@ -21,8 +21,8 @@ WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)
 def count_waste(counts: Counts, rows: JoinedRows, ended: Mapping[str, tuple[str, int]]) -> None:
     """Count the attempts of rollouts that were not trained. `ended` has the state and the last attempt of rollouts that
     can no longer change."""
-    columns = ("rollout_id", "attempt", "cause", "breakdown", "phases_s")
-    for rollout_id, number, cause, breakdown, phases in rows.select(
+    columns = ("rollout_id", "attempt", "cause", "breakdown")
+    for rollout_id, number, cause, breakdown in rows.select(
         "attempts", columns, where=f"rollout_id {IN_JSON}", values=(json_of(ended),)
     ):
         state, last = ended[rollout_id]
@@ -30,7 +30,7 @@ def count_waste(counts: Counts, rows: JoinedRows, ended: Mapping[str, tuple[str,
             continue
         # An earlier attempt failed, was cancelled, or had a result that became too stale.
         reason = state if number == last else cause if cause in _REPEATED else RolloutState.EVICTED
-        parts, labels = breakdown_of(breakdown, phases)
+        parts, labels = breakdown_of(breakdown)
         attempt = EndedAttempt(
             purpose=TRAIN, cause=cause or "", ended_at_s=0.0, duration_s=0.0, parts_s=parts, labels=labels
         )

@@ -2,7 +2,7 @@
 
 Invariants:
 - Cohorts are those of evaluations only: the same task at other versions, never a training rollout.
-- An evaluation of an older ledger has no breakdown; `missing` counts them.
+- A rollout without a breakdown is left out; `missing` counts them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def read_evaluation_times(run_dir: Path) -> RunTimes:
     add_metrics(directory.metrics, meanwhile, missing)
     unmeasured = sum(1 for some in tries.values() if any(row[-1] is None for row in some))
     if unmeasured:
-        missing.append(f"{unmeasured} rollouts of evaluations have no breakdown: an older headrace recorded them")
+        missing.append(f"{unmeasured} rollouts of evaluations have no breakdown")
     rows = [_row(sorted(some, key=lambda row: row[1])) for some in tries.values() if all(row[-1] for row in some)]
     # Each of these rollouts ran during one, so that explains nothing.
     others = tuple(interval for interval in meanwhile if interval.kind != EVALUATION)

@@ -2,7 +2,7 @@
 
 Invariants:
 - Only the columns that verdicts need are read, from the ledger and its archive; trajectories and spans are not.
-- Nothing is changed; older ledgers, archived groups included, answer with their phases.
+- Nothing is changed.
 - Without metrics the verdicts rest on the ledger alone, and `missing` says so.
 """
 
@@ -33,7 +33,7 @@ from headrace.actors.telemetry.slow.rows import (
 )
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.trajectories.breakdown import OTHER, Label
+from headrace.buffer.trajectories.breakdown import Label
 from headrace.buffer.trajectories.types import Cause
 
 ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
@@ -46,7 +46,6 @@ _ATTEMPT: Final = (
     "ended_at_s",
     "cause",
     "turns",
-    "phases_s",
     "host",
     "charged_to",
     "breakdown",
@@ -81,9 +80,6 @@ def read_times(run_dir: Path) -> RunTimes:
             task, sealed_at_s = groups[group_id]
             found.append(_row(tries, str(task), group_id, sealed_at_s, trained.get(rollout_id), now_s, state))
     missing = list(damage)
-    measured = any(row[10] is not None for tries in attempts.values() for row in tries)
-    if found and not measured:
-        missing.append("no attempt has a breakdown: the run is of an older headrace, and answers with its phases")
     add_metrics(directory.metrics, intervals, missing)
     return RunTimes(rows=tuple(found), steps=tuple(steps), meanwhile=tuple(intervals), missing=tuple(missing))
 
@@ -99,11 +95,11 @@ def _row(
 ) -> RolloutTime:
     """Return the row of a rollout from its attempts in order."""
     first, last = tries[0], tries[-1]
-    _, attempt, version, issued_s, ended_s, cause, turns, phases, host, _, breakdown, _ = last
+    _, attempt, version, issued_s, ended_s, cause, turns, host, _, breakdown, _ = last
     # A reissue that waits for a slot, or the ledger's clock stepped back.
     end_s = max(issued_s, now_s if ended_s is None else ended_s)
     spent_s = end_s - issued_s
-    parts, labels, clock_s = _parts(breakdown, phases, spent_s, ended=ended_s is not None)
+    parts, labels, clock_s = _parts(breakdown, spent_s, ended=ended_s is not None)
     labels["task"] = task
     if host:
         labels["host"] = host
@@ -141,8 +137,8 @@ def _row(
 
 def _failures(tries: Sequence[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
     """Return the hosts on which attempts failed, and what they are charged to."""
-    failed = sorted({row[8] for row in tries if row[5] == Cause.INFRA and row[8]})
-    charged = sorted({row[9] for row in tries if row[9]})
+    failed = sorted({row[7] for row in tries if row[5] == Cause.INFRA and row[7]})
+    charged = sorted({row[8] for row in tries if row[8]})
     return ({"failed_on": tuple(failed)} if failed else {}) | ({"failed_by": tuple(charged)} if charged else {})
 
 
@@ -165,19 +161,15 @@ def measured_parts(breakdown: str) -> tuple[dict[str, float], dict[str, Label]]:
     return parts, document["labels"]
 
 
-def _parts(
-    breakdown: str | None, phases: str, spent_s: float, *, ended: bool
-) -> tuple[dict[str, float], dict[str, Label], float]:
+def _parts(breakdown: str | None, spent_s: float, *, ended: bool) -> tuple[dict[str, float], dict[str, Label], float]:
     """Return parts that add up to the time since the issue, labels, and the disagreement of clocks in seconds."""
+    parts: dict[str, float] = {}
     labels: dict[str, Label] = {}
-    rest = DISPATCH
     if breakdown is not None:
         parts, labels = measured_parts(breakdown)
+        rest = DISPATCH
     else:
-        parts = {}
-        for part, seconds in orjson.loads(phases):
-            parts[part] = parts.get(part, 0.0) + max(0.0, seconds)
-        rest = OTHER if parts else UNATTRIBUTED if ended else RUNNING
+        rest = UNATTRIBUTED if ended else RUNNING
     measured_s = sum(parts.values())
     if (left_s := spent_s - measured_s) > 0:
         parts[rest] = parts.get(rest, 0.0) + left_s

@@ -13,14 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import math
-import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,7 +34,6 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.buffer.core.advantages import (
-    AdvantageKind,
     RewardSpread,
     advantage,
     deviation_square_sum,
@@ -62,8 +60,7 @@ from headrace.buffer.core.records import (
     TaskRecord,
     TrainedTokens,
 )
-from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, BlobFiles, Ledger, StoredTrajectory
-from headrace.buffer.ledger.schema import TABLES
+from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.tasks.task import TaskId, load_tasks
 from headrace.buffer.trajectories.types import (
     BatchId,
@@ -81,8 +78,6 @@ from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, publi
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"
-SCHEMA_2: Final = ROOT / "tests" / "golden" / "ledger_v2" / "ledger.db"
-"""Ledger from which the table definitions of the older format are copied."""
 STEP_S: Final = 240.0
 STEPS_PER_DAY: Final = int(86400 / STEP_S)
 STEPS_PER_EPOCH: Final = 7 * STEPS_PER_DAY
@@ -115,10 +110,9 @@ class Place:
 
 
 class Months:
-    """Records of a run that has been training for `days` until now, with this kind of advantages."""
+    """Records of a run that has been training for `days` until now."""
 
-    def __init__(self, days: float, tasks: Sequence[TaskId], *, now: float, kind: AdvantageKind) -> None:
-        self._kind: AdvantageKind = kind
+    def __init__(self, days: float, tasks: Sequence[TaskId], *, now: float) -> None:
         # A few steps follow the newest checkpoint.
         self.saved = _saved_steps(days)
         self.steps = self.saved + AFTER_CHECKPOINT
@@ -293,7 +287,7 @@ class Months:
         attempts: list[AttemptRecord] = []
         sampled: dict[RolloutId, PolicyVersion] = {}
         counts, total, none = self.counts[place.task], math.fsum(REWARDS), RewardSpread()
-        scale = group_scale(self._kind, REWARDS, members=SIZE, own=none, pooled=none)
+        scale = group_scale("grpo", REWARDS, members=SIZE, own=none, pooled=none)
         counts["groups"] += 1
         counts["last_pass"] = place.ordinal // len(self._tasks)
         ended_s = self.committed_at(place.step) - STEP_S - 30
@@ -315,7 +309,7 @@ class Months:
                     attempt=1 + again,
                     failures=int(again),
                     reward=reward,
-                    advantage=advantage(self._kind, reward, baseline, scale, members=SIZE),
+                    advantage=advantage("grpo", reward, baseline, scale, members=SIZE),
                     batch_id=batch_id,
                     first_reward=reward,
                     baseline=baseline,
@@ -334,10 +328,8 @@ class Months:
         counts["complete_members"] += SIZE
         counts["reward_sum"] += math.fsum(REWARDS)
         counts["reward_square_sum"] += math.fsum(reward**2 for reward in REWARDS)
-        counts["deviation_square_sum"] += deviation_square_sum(REWARDS)
-        if self._kind == "grpo":
-            counts["grpo_square_sum"] += deviation_square_sum(REWARDS)
-            counts["grpo_deviation_sum"] += deviation_sum(REWARDS)
+        counts["grpo_square_sum"] += deviation_square_sum(REWARDS)
+        counts["grpo_deviation_sum"] += deviation_sum(REWARDS)
         return GroupRecord(
             group_id=place.group_id,
             ordinal=place.ordinal,
@@ -349,7 +341,7 @@ class Months:
             ended_at_s=max(attempt.ended_at_s or 0.0 for attempt in attempts),
             rule="all",
             min_members=2,
-            advantage=self._kind,
+            advantage="grpo",
             complete_before=place.ordinal + 2,
             closed=closed,
         )
@@ -368,7 +360,6 @@ class Months:
                 complete_members=int(counts["complete_members"]),
                 reward_sum=counts["reward_sum"],
                 reward_square_sum=counts["reward_square_sum"],
-                deviation_square_sum=counts["deviation_square_sum"],
                 grpo_square_sum=counts["grpo_square_sum"],
                 grpo_deviation_sum=counts["grpo_deviation_sum"],
             )
@@ -475,20 +466,8 @@ def _saved_steps(days: float) -> int:
     return max(1, int(days * STEPS_PER_DAY / SAVE_EVERY)) * SAVE_EVERY
 
 
-class _LedgerWriter(Protocol):
-    """Ledger that the generator writes to."""
-
-    def write(self, records: Sequence[Record], stored: Sequence[StoredTrajectory]) -> None: ...
-
-    def ended(self, tag: str, step: int, summary: dict[str, Any]) -> None:
-        """Record that an evaluation has ended."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class _NewLedger:
-    """Ledger in the current format, in which batches that a checkpoint closed are archived."""
+class _Ledger:
+    """Ledger that the generator writes to, in which batches that a checkpoint closed are archived."""
 
     def __init__(self, run_dir: Path, identity: dict[str, str]) -> None:
         self._ledger = Ledger.open(run_dir, identity)
@@ -507,68 +486,19 @@ class _NewLedger:
         self._ledger.close()
 
 
-class _OldLedger:
-    """Ledger of schema 2: one file, with the columns of that version."""
-
-    def __init__(self, run_dir: Path, identity: dict[str, str]) -> None:
-        self._database = sqlite3.connect(run_dir / "ledger.db", isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = OFF")
-        with closing(sqlite3.connect(f"file:{SCHEMA_2}?mode=ro", uri=True)) as model:
-            tables = model.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY type DESC").fetchall()
-            (application,) = model.execute("PRAGMA application_id").fetchone()
-        for (statement,) in tables:
-            self._database.execute(statement)
-        self._database.execute(f"PRAGMA application_id = {application}")
-        self._database.execute("PRAGMA user_version = 2")
-        self._database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
-        self._blobs = BlobFiles(run_dir / "trajectories", TRAJECTORY_FILE_BYTES)
-
-    def write(self, records: Sequence[Record], stored: Sequence[StoredTrajectory]) -> None:
-        number = self._blobs.write(stored) if stored else None
-        self._database.execute("BEGIN")
-        for kind, table in TABLES.items():
-            rows = [table.row(record) for record in records if type(record) is kind]
-            if not rows:
-                continue
-            known = {row[1] for row in self._database.execute(f"PRAGMA table_info({table.name})")}
-            places = [place for place, column in enumerate(table.columns) if column in known]
-            columns = ", ".join(table.columns[place] for place in places)
-            marks = ", ".join("?" * len(places))
-            self._database.executemany(
-                f"INSERT INTO {table.name} ({columns}) VALUES ({marks})",
-                ([row[place] for place in places] for row in rows),
-            )
-        self._database.executemany(
-            "UPDATE attempts SET trajectory_file = ? WHERE rollout_id = ? AND attempt = ?",
-            [(number, blob.rollout_id, blob.attempt) for blob in stored],
-        )
-        self._database.execute("COMMIT")
-
-    def ended(self, tag: str, step: int, summary: dict[str, Any]) -> None:
-        """Do nothing: schema 2 keeps evaluations only in the metrics."""
-
-    def close(self) -> None:
-        # Schema 2 called it so.
-        self._database.execute("UPDATE groups SET advantage = 'grpo' WHERE advantage = 'grpo_first_round'")
-        self._database.close()
-        self._blobs.close()
-
-
 def write_run(
-    runs_dir: Path, name: str, *, days: float, older: bool = False, overrides: Sequence[str] = ()
+    runs_dir: Path, name: str, *, days: float, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, RunDirectory]:
-    """Write the run directory; `older` selects the previous version's format. Raises ConfigError, OSError."""
+    """Write the run directory. Raises ConfigError, OSError."""
     steps = _saved_steps(days) + AFTER_CHECKPOINT
     sizes = (f"training.steps={steps + STEPS_LEFT}", f"evaluation.every_steps={EVALUATE_EVERY}", "evaluation.tasks=64")
     config, directory = prepare(RunRequest(recipe=RECIPE, runs_dir=runs_dir, name=name, overrides=(*sizes, *overrides)))
     stream = TaskStream(load_tasks(directory.train_tasks), seed=config.service.seed)
-    kind: AdvantageKind = "grpo_first_round" if older else "grpo"
-    months = Months(days, stream.order(0), now=time.time(), kind=kind)
+    months = Months(days, stream.order(0), now=time.time())
     identity = {"run_id": directory.identity.read_text(), "tasks_sha256": stream.digest()}
     heldout = [task.id for task in load_tasks(directory.heldout_tasks)][: config.evaluation.tasks]
-    ledger: _LedgerWriter = (_OldLedger if older else _NewLedger)(directory.path, identity)
-    metrics = MetricsLog(directory.metrics, None if older else config.retention)
+    ledger = _Ledger(directory.path, identity)
+    metrics = MetricsLog(directory.metrics, config.retention)
     with closing(ledger):
         _evaluate(months, 0, "base", heldout, ledger, metrics)
         for first in range(1, months.steps + 1, STEPS_AT_ONCE):
@@ -603,7 +533,7 @@ def write_run(
     return config, directory
 
 
-def _write_steps(months: Months, steps: range, directory: RunDirectory, ledger: _LedgerWriter) -> None:
+def _write_steps(months: Months, steps: range, directory: RunDirectory, ledger: _Ledger) -> None:
     records: list[Record] = []
     stored: list[StoredTrajectory] = []
     stepped: dict[int, SteppedBatch] = {}
@@ -631,7 +561,7 @@ def _write_steps(months: Months, steps: range, directory: RunDirectory, ledger: 
 
 
 def _evaluate(
-    months: Months, step: int, tag: str, tasks: Sequence[TaskId], ledger: _LedgerWriter, metrics: MetricsLog
+    months: Months, step: int, tag: str, tasks: Sequence[TaskId], ledger: _Ledger, metrics: MetricsLog
 ) -> None:
     ledger.write(months.evaluation(step, tasks, tag), ())
     record = EvaluationMetric(

@@ -36,7 +36,6 @@ from headrace.actors.run.report import report_of
 from headrace.actors.runtime.actors.process_tree import FOLDER_KEY, largest_gaps
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks.task import load_tasks
 from headrace.buffer.trajectories.types import Cause, CheckpointRef, Outcome, RolloutResult, StepReport
@@ -70,15 +69,13 @@ _RAY_START = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Costs of one run directory. `migration_s` is None if the files are in today's format; `blocked` is the actor with
-    the longest gap."""
+    """Costs of one run directory. `blocked` is the actor with the longest gap."""
 
     resume_s: float
     restart_block_max_s: float
     checkpoint_stall_s: float
     resume_rss_mb: float
     ray_start_s: float
-    migration_s: float | None
     blocked: str
     restarted: tuple[str, ...]
 
@@ -86,34 +83,30 @@ class Costs:
 def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[str, Any]:
     """Return all figures; `problems` lists those that exceed their limits."""
     costs: dict[str, Costs] = {}
-    for name, of_days, older in (("one_day", 1, False), ("months", days, False), ("months_old_format", days, True)):
+    for name, of_days in (("one_day", 1), ("months", days)):
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
-            config, directory = write_run(Path(place), name, days=of_days, older=older)
+            config, directory = write_run(Path(place), name, days=of_days)
             say(f"{name}: {of_days} days written in {time.monotonic() - began_s:.0f} s")
             costs[name] = measure_run(config, directory)
         say(f"{name}: {costs[name]}")
-    ratios = {
-        name: {key: getattr(costs[name], key) / getattr(costs["one_day"], key) for key in LIMITS}
-        for name in ("months", "months_old_format")
-    }
+    months = costs["months"]
+    ratios = {key: getattr(months, key) / getattr(costs["one_day"], key) for key in LIMITS}
     return {
         "days": days,
         "rollouts": days * STEPS_PER_DAY * 64,
-        **{key: getattr(costs["months"], key) for key in LIMITS},
+        **{key: getattr(months, key) for key in LIMITS},
         **{name: asdict(cost) for name, cost in costs.items()},
         "ratios": ratios,
         "problems": [
             *(
-                f"{name}: {key} is {getattr(costs[name], key):.3g}, but must be at most {most:g}"
-                for name in ratios
+                f"{key} is {getattr(months, key):.3g}, but must be at most {most:g}"
                 for key, most in LIMITS.items()
-                if getattr(costs[name], key) > most
+                if getattr(months, key) > most
             ),
             *(
-                f"{name}: {key} is {ratio:.2f} times that of one day, but must be at most {MOST_RATIO:g}"
-                for name, by_key in ratios.items()
-                for key, ratio in by_key.items()
+                f"{key} is {ratio:.2f} times that of one day, but must be at most {MOST_RATIO:g}"
+                for key, ratio in ratios.items()
                 if ratio > MOST_RATIO
             ),
         ],
@@ -122,9 +115,6 @@ def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[st
 
 def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
     """Resume the run, kill every actor once, and end the run; then take a checkpoint."""
-    began_s = time.monotonic()
-    migrated = bring_up_to_date(directory.path)
-    migration_s = None if migrated is None else time.monotonic() - began_s
     command = [sys.executable, "-c", _RAY_START, str(directory.path)]
     program = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     ray_start_s = float(program.stdout.split()[-1])
@@ -149,7 +139,6 @@ def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
         checkpoint_stall_s=asyncio.run(checkpoint_stall_s(config, directory)),
         resume_rss_mb=rss_mb,
         ray_start_s=ray_start_s,
-        migration_s=migration_s,
         blocked=blocked,
         restarted=restarted,
     )
