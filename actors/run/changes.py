@@ -3,7 +3,6 @@
 Invariants:
 - A key that defines what the run trains, or where it is, never changes.
 - Every change is journalled, in `changes.jsonl` of the state folder.
-- A checkpoint is compared with the run under the keys of this version, whichever versions wrote the two.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import orjson
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.run_directory import RunDirectory, read_configuration
-from headrace.actors.run.config import RunConfig, apply_override
-from headrace.actors.run.older_configs import upgraded
+from headrace.actors.run.config import RunConfig, apply_override, of_record
 from headrace.actors.run.overlays import leaves
 from headrace.buffer.primitives.durable_files import append_line
 from headrace.policies.errors import CheckpointUnreadable
@@ -61,7 +59,7 @@ class ChangedKey:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfiguration:
     """Configuration with which the newest checkpoint of a run was trained. `configuration` is the document that the
-    checkpoint holds (None in those of older versions), `changed` lists the keys in which the run's present one differs,
+    checkpoint holds, if any, `changed` lists the keys in which the run's present one differs,
     and `problem` says why the two cannot be compared."""
 
     version: str
@@ -93,12 +91,10 @@ def newest_configuration(directory: RunDirectory) -> CheckpointConfiguration | N
     except CheckpointUnreadable as error:
         return CheckpointConfiguration(version=version, problem=str(error))
     if not recorded:
-        problem = "it does not hold its configuration, because an older version of headrace wrote it"
-        return CheckpointConfiguration(version=version, problem=problem)
+        return CheckpointConfiguration(version=version, problem="it does not hold its configuration")
     try:
-        # Validated, so that a key which one of the two versions did not know has its default in both.
         before, now = (
-            dict(leaves(RunConfig.model_validate(upgraded(document)).model_dump(mode="json")))
+            dict(leaves(RunConfig.model_validate(of_record(document)).model_dump(mode="json")))
             for document in (recorded, present)
         )
     except ValueError as error:

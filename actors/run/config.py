@@ -54,6 +54,10 @@ from headrace.serve.gateway.http.config import GatewaySection
 from headrace.serve.tracing.retention import RetentionConfig
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
+FORMAT: Final = 1
+"""Number of the format of recorded configurations."""
+_RECORDED: Final = "recorded"
+
 
 class RunConfig(Section):
     """Configuration of a run; each field is a table of the TOML file."""
@@ -573,6 +577,19 @@ def _keys(model: type[BaseModel], path: Sequence[str], above: tuple[str, ...] = 
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _keys(kind, path, here)
+
+
+def recorded(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document as a run directory stores it, with the number of its format."""
+    return {_RECORDED: {"format": FORMAT}, **document}
+
+
+def of_record(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document that a run directory or a checkpoint stores. Raises ValueError if it has another format."""
+    document = dict(stored)
+    if document.pop(_RECORDED, None) != {"format": FORMAT}:
+        raise ValueError("it is of an unreleased version of headrace: start a new run")
+    return document
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -51,8 +51,7 @@ from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
-from headrace.actors.run.config import RunConfig, explain, resolve
-from headrace.actors.run.older_configs import recorded, upgraded
+from headrace.actors.run.config import RunConfig, explain, of_record, recorded, resolve
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.progress import Progress, ProgressDisplay, starting
@@ -383,7 +382,7 @@ def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
-    """Read the configuration of an existing run, written by this version or an older one. Raises RunMissing."""
+    """Read the configuration of an existing run. Raises RunMissing."""
     directory = RunDirectory.at(path)
     if not directory.config.is_file():
         raise RunMissing(f"{path}: not a run directory (config.json is missing); list runs with `headrace status`")
@@ -391,7 +390,7 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
         document = orjson.loads(directory.config.read_bytes())
         if not isinstance(document, dict) or not all(isinstance(table, dict) for table in document.values()):
             raise ValueError("tables are missing")
-        document = upgraded(document)
+        document = of_record(document)
         # The run directory may have been moved since these paths were written.
         document["learner"] |= {
             "checkpoint_dir": str(directory.checkpoints),

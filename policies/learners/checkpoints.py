@@ -12,7 +12,6 @@ Invariants:
   So is one that a replaced learner finished after a newer epoch had been opened.
 - It also records what was trained (architecture, vocabulary, objective): a learner refuses a checkpoint of another
   kind instead of loading it. And the resolved configuration of the run that trained it, which no learner reads.
-- Manifests of format 1 have CRC-32 checksums or none, and do not record what was trained. They remain readable.
 
 Layout: `headrace.json`, `megatron/` (model, optimizer and random state), and beside them a Hugging Face model
 directory.
@@ -24,7 +23,6 @@ import hashlib
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -37,8 +35,7 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, ModelInvalid
 from headrace.policies.tokens.model_keys import read_language_keys
 
-FORMAT = 2
-READ_FORMATS = (1, FORMAT)
+FORMAT = 1
 MANIFEST = "headrace.json"
 MEGATRON_STATE = "megatron"
 ASIDE = "aside-"
@@ -58,7 +55,6 @@ _SIZES = {
 }
 """Other entries of `Manifest.trained`, with their keys in config.json."""
 _UNFINISHED = "tmp-"
-_READ_BYTES = 1 << 20
 _COMPLETE = re.compile(r"\d+\.\d+")
 
 
@@ -76,7 +72,7 @@ class SteppedBatch:
 class Manifest:
     """Contents of `headrace.json`. `trained` describes what was trained, by name (see
     `trained_model`); empty if it is not known. `configuration` is the run's, as in its config.json (no secrets); empty
-    in checkpoints of older versions."""
+    without a run directory."""
 
     version: PolicyVersion
     previous_chain: str
@@ -138,8 +134,8 @@ def read_manifest(path: Path) -> Manifest:
             previous_chain=document["previous_chain"],
             chain=document["chain"],
             batches=batches,
-            trained=dict(document.get("trained", {})),
-            configuration=dict(document.get("configuration", {})),
+            trained=dict(document["trained"]),
+            configuration=dict(document["configuration"]),
         )
         chain = fold_chain(manifest.previous_chain, manifest.batches)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -162,8 +158,7 @@ def check_checkpoint(path: Path) -> CheckpointRef:
             raise CheckpointDamaged(f"{file} is missing")
         if file.stat().st_size != size:
             raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes, but {size} were written")
-        found = _crc32(file) if isinstance(digest, int) else _sha256(file)
-        if found != digest:
+        if (found := _sha256(file)) != digest:
             raise CheckpointDamaged(
                 f"{file} was altered after it was written: its digest is {found}, but {digest} was recorded"
             )
@@ -184,8 +179,7 @@ def trained_model(model_dir: Path) -> dict[str, str | int]:
 def refuse_mismatch(path: Path, wanted: Mapping[str, str | int]) -> None:
     """Raise CheckpointMismatch, with both values and the fix, if the checkpoint was trained as something else than
     `wanted`. What only one of them knows is not compared."""
-    # Manifests of format 1 do not record it, but each checkpoint contains its model's config.json.
-    trained = {**trained_model(path), **read_manifest(path).trained}
+    trained = read_manifest(path).trained
     for name, value in wanted.items():
         if name in trained and trained[name] != value:
             fix = (
@@ -201,7 +195,7 @@ def refuse_mismatch(path: Path, wanted: Mapping[str, str | int]) -> None:
 
 def usable_checkpoint(root: Path) -> Usable:
     """Return the newest undamaged checkpoint, after reading all of its files. Newer damaged ones are renamed. Raises
-    CheckpointUnreadable for one written by a newer version of headrace."""
+    CheckpointUnreadable for one of another format."""
     aside: list[SetAside] = []
     for path in reversed(list_checkpoints(root)):
         try:
@@ -285,20 +279,17 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"{path} is not a complete checkpoint: {error}") from error
     if not isinstance(document, dict) or "format" not in document:
         raise CheckpointDamaged(f"{path / MANIFEST} is not a checkpoint manifest: it has no format")
-    if document["format"] not in READ_FORMATS:
+    if document["format"] != FORMAT:
         raise CheckpointUnreadable(
-            f"{path / MANIFEST} has format {document['format']}, but this version of headrace reads up to {FORMAT}: "
-            "upgrade headrace"
+            f"{path / MANIFEST} has format {document['format']}, which is of an unreleased version of headrace: start "
+            f"a new run from these weights with model.path = {path}"
         )
     return document
 
 
-def _listed_files(path: Path) -> list[tuple[str, int, str | int]]:
+def _listed_files(path: Path) -> list[tuple[str, int, str]]:
     """Return name, size and digest of the files that a manifest lists. Raises CheckpointDamaged."""
     document = _read_document(path)
-    if document["format"] == 1:
-        # The first checkpoints list no files.
-        document.setdefault("files", {})
     try:
         return [(name, size, digest) for name, (size, digest) in document["files"].items()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -308,11 +299,3 @@ def _listed_files(path: Path) -> list[tuple[str, int, str | int]]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            checksum = zlib.crc32(data, checksum)
-    return checksum

@@ -31,12 +31,9 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: dict[str, Any] | torch.Tensor) -> None:
-    """Restore the states. Older checkpoints contain only torch's state. If the number of GPUs differs, the GPUs'
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Restore the states. If the number of GPUs differs, the GPUs'
     generators keep their seeds."""
-    if isinstance(states, torch.Tensor):
-        torch.set_rng_state(states)
-        return
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     keys = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)

@@ -107,7 +107,7 @@ async def test_f25_a_run_that_was_moved_has_the_same_configuration(directory: Ru
 
 def test_f25_a_checkpoint_without_its_configuration_is_read_and_the_report_says_so(tmp_path: Path) -> None:
     directory = RunDirectory(path=shutil.copytree(GOLDEN / "ledger", tmp_path / "run"))
-    directory.config.write_bytes((GOLDEN / "config_v1.json").read_bytes())
+    directory.config.write_bytes((GOLDEN / "config.json").read_bytes())
     [saved] = list_checkpoints(directory.checkpoints)
     assert read_manifest(saved).configuration == {}
     assert "does not hold its configuration" in text_of(report_of(directory))
@@ -117,8 +117,8 @@ async def test_f25_a_checkpoint_that_cannot_be_compared_does_not_spoil_the_repor
     await train(directory, 1)
     manifest = directory.checkpoints / "1.1" / MANIFEST
     document = json.loads(manifest.read_bytes())
-    document["configuration"]["recorded"]["schema"] = 99
+    document["configuration"]["recorded"]["format"] = 99
     manifest.write_text(json.dumps(document))
-    assert "cannot be compared with the run's: its schema is 99" in text_of(report_of(directory))
+    assert "cannot be compared with the run's: it is of an unreleased version" in text_of(report_of(directory))
     manifest.write_text("{")
     assert "newest checkpoint 1.1: " in text_of(report_of(directory))

@@ -30,7 +30,7 @@ from headrace.serve.tracing.attempts import working_for
 from headrace.serve.tracing.retention import RetentionConfig, older_files
 from headrace.serve.tracing.tracing import trace_id_for
 
-CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config_v1.json"
+CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config.json"
 RUN = "a" * 32
 GUARD_S = 60.0
 

@@ -26,7 +26,7 @@ from headrace.actors.record.files.logs import EventFormatter, LogFile, Redaction
 from headrace.serve.tracing.retention import RetentionConfig, older_files
 
 ALL = 1 << 30
-CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config_v1.json"
+CONFIG = Path(__file__).resolve().parents[1] / "golden" / "config.json"
 
 
 def actor_log(folder: Path, actor: str, *, log_bytes: int = 1 << 30) -> logging.Logger:

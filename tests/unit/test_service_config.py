@@ -10,9 +10,8 @@ import orjson
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.run.config import RunConfig, load_recipe
+from headrace.actors.run.config import RunConfig, load_recipe, of_record
 from headrace.actors.run.launch import document_of
-from headrace.actors.run.older_configs import upgraded
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.services.clients import ServiceClients, check_services, refuse_missing_services
 from headrace.actors.services.config import ServiceConfig, ServiceKind
@@ -98,7 +97,7 @@ def test_paths_are_relative_to_the_recipe_and_do_not_define_the_run(tmp_path: Pa
 def test_a_recorded_configuration_is_read_again(tmp_path: Path) -> None:
     config = recipe_with(tmp_path, 'kind = "model"\nurl = "http://127.0.0.1:8000/v1/"\nretry.attempts = 2')
     assert config.services["wiki"].url == "http://127.0.0.1:8000/v1"
-    assert RunConfig.model_validate(upgraded(orjson.loads(document_of(config)))) == config
+    assert RunConfig.model_validate(of_record(orjson.loads(document_of(config)))) == config
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

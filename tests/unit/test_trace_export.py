@@ -16,8 +16,7 @@ import headrace.actors.cli.app as cli
 from headrace.actors.record.files.node_copies import NODES
 from headrace.actors.record.files.running import FOLDER as RUNNING
 from headrace.actors.record.files.running import RunningFile, RunningRollout, write_running
-from headrace.actors.run.config import load_recipe
-from headrace.actors.run.older_configs import recorded
+from headrace.actors.run.config import load_recipe, recorded
 from headrace.actors.telemetry.page.actor import Observer
 from headrace.actors.telemetry.spans.attempts import slow_or_failed
 from headrace.actors.telemetry.spans.exporting import CURSOR, Cursor, TraceExport
