@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,19 +153,11 @@ def _snapshot_of(record: dict[str, Any]) -> WeightsSnapshot:
         digests = {str(name): str(digest) for name, digest in directory["digests"].items()}
         held = WeightsDirectory(path=Path(directory["path"]), digests=digests)
         return WeightsSnapshot(version=version, directory=held)
-    # Records of the first versions describe a single file.
-    shards = [
-        WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in record.get("shards", [record])
-    ]
+    shards = [WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in record["shards"]]
     return WeightsSnapshot(version=version, shards=tuple(shards))
 
 
 def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        # Lines of older versions lack fields. They are ignored: their engines died with the group.
-        if isinstance(record, dict) and ("shards" in record or record.get("phase") == "ended"):
-            yield record
+        with suppress(orjson.JSONDecodeError):
+            yield orjson.loads(line)

@@ -91,8 +91,7 @@ def read_roster(path: Path) -> Roster:
             engines=tuple(engine_status(record) for record in document["engines"]),
             started=document["started"],
             retired=frozenset(document["retired"]),
-            # Files of the first versions lack it.
-            incarnation=document.get("incarnation", 0),
+            incarnation=document["incarnation"],
             time_s=document["time_s"],
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -59,8 +59,6 @@ class Answer:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
         """Parse the result of `to_json`, ignoring unknown keys. Raises KeyError, TypeError, ValueError."""
-        # Older lines have no `solved`; it meant a reward above 0.
-        document = {"solved": (document["reward"] or 0.0) > 0} | document
         known = {name: document[name] for name in cls.__dataclass_fields__}
         pairs = {name: tuple(document[name].items()) for name in ("versions", "phases_s")}
         return cls(**known | pairs | {"cause": Cause(document["cause"])})

@@ -204,7 +204,7 @@ def _sealed_group(sealed: _Sealed) -> Iterator[str]:
     if not sealed.rule.expires and accepts_at_s > (group.ended_at_s or 0.0):
         yield f"{name} was sealed before its rule {sealed.rule.text} accepted"
     if group.advantage not in KINDS:
-        yield f"{name} was sealed with the unknown kind of advantages {group.advantage}: upgrade headrace"
+        yield f"{name} was sealed with the unknown kind of advantages {group.advantage}"
         return
     ends = (member.rollout_id in sealed.finishes or member.state is RolloutState.POISON for member in sealed.members)
     complete = all(ends) and not any(member.late for member in sealed.members)

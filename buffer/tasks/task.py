@@ -291,9 +291,9 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
 def _document(task: Task) -> dict[str, Any]:
     """Return a task as JSON, without the paths of its binary files."""
     document = asdict(task)
-    # Fields of later versions are left out at their defaults, so that the digests of older runs' tasks do not change.
+    # Optional fields are left out at their defaults, so that lines stay short.
     for evaluator in (document["evaluator"], *(part["evaluator"] for part in document["evaluator"]["parts"])):
-        for name, default in _LATER_EVALUATOR_FIELDS.items():
+        for name, default in _OPTIONAL_EVALUATOR_FIELDS.items():
             if evaluator[name] == default:
                 del evaluator[name]
     for name in ("binary_files", "messages", "environment", "limits", "origin"):
@@ -306,7 +306,7 @@ def _document(task: Task) -> dict[str, Any]:
     return document
 
 
-_LATER_EVALUATOR_FIELDS: Final = {
+_OPTIONAL_EVALUATOR_FIELDS: Final = {
     "python": PYTHON,
     "plugin": "",
     "answer": None,

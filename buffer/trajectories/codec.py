@@ -2,13 +2,12 @@
 
 Invariants:
 - `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always has the same bytes.
-- A trajectory without token kinds has format 1, which older versions of headrace read too; one with kinds has format 2.
 - Damaged or foreign input raises CodecError and takes at most `MAX_BYTES` of memory: frames contain a checksum of their
-  content (except those written by the first versions).
+  content.
 
-Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
+Layout (little endian) inside one zstandard frame: `TRJ`, format byte, temperature f8, number of rows u4; per row:
 tokens u4, spans u4; per span: start, end, epoch (its highest bit: stale keys and values), step u4 each; then tokens
-i4[T], log-probabilities f4[T], loss mask one bit each, padded to a byte; in format 2, then the number of runs of kinds
+i4[T], log-probabilities f4[T], loss mask one bit each, padded to a byte; then the number of runs of kinds
 u4 (0xFFFFFFFF: the row has none), and per run: kind u4, tokens u4.
 """
 
@@ -24,13 +23,11 @@ from headrace.buffer.trajectories.sanitizer import plain_float, plain_int
 from headrace.buffer.trajectories.token_kinds import KINDS, KindRuns, from_runs, to_runs
 from headrace.buffer.trajectories.types import Row, Trajectory, VersionSpan
 
-FORMAT = 2
-_WITHOUT_KINDS = 1
-"""Format of trajectories whose rows have no kinds."""
+FORMAT = 1
 MAX_BYTES = 1 << 30
 MAX_STORED_BYTES = 900_000_000
 """Limit before compression; SQLite accepts a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
-_MAGIC = b"HRT"
+_MAGIC = b"TRJ"
 _HEADER = struct.Struct("<3sBdI")
 _ROW = struct.Struct("<II")
 _RUNS = struct.Struct("<I")
@@ -46,7 +43,7 @@ def refuse_unstorable(trajectory: Trajectory) -> None:
     plain_float(trajectory.temperature)
     spans = [span for row in trajectory.rows for span in row.versions]
     size = _HEADER.size + sum(_ROW.size + 9 * len(row.tokens_T) + 1 for row in trajectory.rows)
-    size += sum(_RUNS.size + 8 * len(row.tokens_T) for row in trajectory.rows if row.kinds_T is not None)
+    size += sum(_RUNS.size + 8 * len(row.tokens_T) * (row.kinds_T is not None) for row in trajectory.rows)
     if (size := size + 4 * _SPAN_WORDS * len(spans)) > MAX_STORED_BYTES:
         raise CodecError(_too_large(size))
     for row in trajectory.rows:
@@ -80,24 +77,22 @@ def _refuse_array(
 
 def encode(trajectory: Trajectory) -> bytes:
     """Encode a trajectory. Raises CodecError when it is larger than MAX_STORED_BYTES."""
-    format_ = _WITHOUT_KINDS if all(row.kinds_T is None for row in trajectory.rows) else FORMAT
-    parts = [_HEADER.pack(_MAGIC, format_, trajectory.temperature, len(trajectory.rows))]
+    parts = [_HEADER.pack(_MAGIC, FORMAT, trajectory.temperature, len(trajectory.rows))]
     for row in trajectory.rows:
         spans = [
             (span.start, span.end, span.version.epoch | (_STALE_KV if span.stale_kv else 0), span.version.step)
             for span in row.versions
         ]
+        runs: KindRuns = () if row.kinds_T is None else to_runs(row.kinds_T.astype(np.uint8, copy=False))
         parts += [
             _ROW.pack(len(row.tokens_T), len(row.versions)),
             np.asarray(spans, dtype="<u4").tobytes(),
             row.tokens_T.astype("<i4", copy=False).tobytes(),
             row.logprobs_T.astype("<f4", copy=False).tobytes(),
             np.packbits(row.loss_mask_T).tobytes(),
+            _RUNS.pack(_MAX_WORD if row.kinds_T is None else len(runs)),
+            np.asarray(runs, dtype="<u4").tobytes(),
         ]
-        if format_ == FORMAT:
-            runs: KindRuns = () if row.kinds_T is None else to_runs(row.kinds_T.astype(np.uint8, copy=False))
-            parts.append(_RUNS.pack(_MAX_WORD if row.kinds_T is None else len(runs)))
-            parts.append(np.asarray(runs, dtype="<u4").tobytes())
     plain = b"".join(parts)
     if len(plain) > MAX_STORED_BYTES:
         raise CodecError(_too_large(len(plain)))
@@ -115,13 +110,13 @@ def decode(data: bytes) -> Trajectory:
             raise CodecError("not a readable trajectory: its size is missing or too large")
         plain = zstandard.ZstdDecompressor().decompress(data)
         magic, version, temperature, row_count = _HEADER.unpack_from(plain)
-        if magic != _MAGIC or version not in (_WITHOUT_KINDS, FORMAT):
+        if (magic, version) != (_MAGIC, FORMAT):
             raise CodecError(
-                f"trajectory format {magic!r} {version}, but this version of headrace reads {_MAGIC!r} up to {FORMAT}"
+                f"trajectory format {magic!r} {version}, but this version of headrace reads {_MAGIC!r} {FORMAT}"
             )
         rows, offset = [], _HEADER.size
         for _ in range(row_count):
-            row, offset = _decode_row(plain, offset, with_kinds=version == FORMAT)
+            row, offset = _decode_row(plain, offset)
             rows.append(row)
     except (zstandard.ZstdError, struct.error, ValueError) as error:
         raise CodecError(f"not a readable trajectory: {error}") from error
@@ -130,7 +125,7 @@ def decode(data: bytes) -> Trajectory:
     return Trajectory(rows=tuple(rows), temperature=temperature)
 
 
-def _decode_row(plain: bytes, offset: int, *, with_kinds: bool) -> tuple[Row, int]:
+def _decode_row(plain: bytes, offset: int) -> tuple[Row, int]:
     length, span_count = _ROW.unpack_from(plain, offset)
     offset += _ROW.size
     words = np.frombuffer(plain, "<u4", span_count * _SPAN_WORDS, offset).reshape(span_count, _SPAN_WORDS).tolist()
@@ -144,15 +139,14 @@ def _decode_row(plain: bytes, offset: int, *, with_kinds: bool) -> tuple[Row, in
         for start, end, epoch, step in words
     )
     mask = np.unpackbits(packed, count=length).astype(np.bool_)
+    (runs,) = _RUNS.unpack_from(plain, offset)
+    offset += _RUNS.size
     kinds = None
-    if with_kinds:
-        (runs,) = _RUNS.unpack_from(plain, offset)
-        offset += _RUNS.size
-        if runs != _MAX_WORD:
-            pairs = np.frombuffer(plain, "<u4", 2 * runs, offset).reshape(runs, 2).tolist()
-            offset += 8 * runs
-            # Before the array is made: a damaged run may be longer than the memory.
-            if sum(count for _, count in pairs) != length:
-                raise CodecError("not a readable trajectory: the kinds of a row do not cover its tokens")
-            kinds = from_runs(pairs)
+    if runs != _MAX_WORD:
+        pairs = np.frombuffer(plain, "<u4", 2 * runs, offset).reshape(runs, 2).tolist()
+        offset += 8 * runs
+        # Before the array is made: a damaged run may be longer than the memory.
+        if sum(count for _, count in pairs) != length:
+            raise CodecError("not a readable trajectory: the kinds of a row do not cover its tokens")
+        kinds = from_runs(pairs)
     return Row(tokens_T=tokens, loss_mask_T=mask, logprobs_T=logprobs, versions=spans, kinds_T=kinds), offset

@@ -107,8 +107,8 @@ class VersionSpan:
         return self.start, self.end, str(self.version), self.stale_kv
 
     @classmethod
-    def from_json(cls, start: int, end: int, version: str, stale_kv: bool = False) -> VersionSpan:
-        """Return the span from its JSON form; session logs of the first versions lack `stale_kv`."""
+    def from_json(cls, start: int, end: int, version: str, stale_kv: bool) -> VersionSpan:
+        """Return the span from its JSON form."""
         return cls(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=stale_kv)
 
     def to_plain(self) -> tuple[int, int, int, int, bool]:

@@ -5,7 +5,7 @@ Invariants:
 - A folder of another user is never used, not even by root: its owner could replace its contents.
 - Below the folder for temporary files each user has separate folders, named by user id. If another user has taken the
   name, the next free name is used; every process of this user finds the same one.
-- The mode of a folder that has one of our names is repaired (older versions created some with the default mode). The
+- The mode of a folder that has one of our names is repaired. The
   mode of a folder that the user chose is not changed, because it could be a home folder or /tmp.
 """
 

@@ -228,8 +228,7 @@ def is_alive(owner: Owner) -> bool:
     boot, *namespace, start = rest.rpartition("-")[0].split("_") if "_" in rest else ("", "")
     if not pid.isdigit() or boot != _boot():
         return False
-    # Names written by older versions have no namespace.
-    if namespace and namespace != [str(_pid_namespace())]:
+    if namespace != [str(_pid_namespace())]:
         return True
     try:
         return str(_start_of(int(pid))) == start

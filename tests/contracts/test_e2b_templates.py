@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import sqlite3
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -323,20 +322,6 @@ async def test_templates_survive_a_restart(provider: LocalProvider, tmp_path: Pa
             assert (await wire.call("GET", "/templates/aliases/half"))[0] == 404
             box = await wire.create(templateID="kept")
             assert (await box.run("cat /tmp/k"))[0] == b"kept\n"
-
-
-async def test_a_table_of_the_version_before_is_brought_up_to_date(provider: LocalProvider, tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    state.mkdir(mode=0o700)
-    database = sqlite3.connect(state / "sandboxes.db")
-    database.execute("CREATE TABLE sandboxes (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT")
-    database.execute("CREATE TABLE snapshots (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT")
-    database.execute("PRAGMA user_version = 1")
-    database.commit()
-    database.close()
-    async with serving(provider, tmp_path) as server, aiohttp.ClientSession() as http:
-        wire = Wire(url=server.url, http=http, key="first")
-        assert (await build(wire, "new"))["status"] == "ready"
 
 
 def packed(*names: str) -> bytes:

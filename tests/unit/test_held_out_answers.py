@@ -230,13 +230,6 @@ def test_pass_rates_count_solved_answers_not_rewards() -> None:
     assert (summary.success, summary.mean_reward) == (0.5, -0.45)
 
 
-def test_older_lines_count_as_solved_if_the_reward_is_positive() -> None:
-    lines = [answer(reward=reward).to_json() for reward in (1.0, 0.0, None)]
-    for line in lines:
-        del line["solved"]
-    assert [Answer.from_json(line).solved for line in lines] == [True, False, False]
-
-
 async def test_an_answer_recovered_from_the_ledger_keeps_its_verdict() -> None:
     order = evaluation_order("base", TaskId("t"), 0)
     async with Recording(None, "base") as recording:

@@ -31,7 +31,7 @@ from support import chat_templates as templates
 from support.objective_cases import make_row
 from support.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "trajectory_v2.bin"
+GOLDEN = Path(__file__).parents[1] / "golden" / "trajectory.bin"
 BASH = (ToolSpec("bash"),)
 BRIEF, TASK = "Be brief.", "Repair it."
 OUTPUT, WHY = ' "a" <|im_end|> é漢\n', "\n\nWhy?"
@@ -273,12 +273,6 @@ def test_kinds_survive_pickles_storage_and_the_gateways_wire(runs: list[tuple[in
         assert copy.rows[0].kinds_T.dtype == np.uint8
         assert [one.kinds_T for one in copy.rows[1:]] == [None] * (len(rows) - 1)
     assert codec.encode(codec.decode(stored)) == stored
-
-
-def test_a_trajectory_without_kinds_keeps_the_format_of_older_versions() -> None:
-    row = make_row([1, 2, 3], [False, True, True])
-    plain = codec.zstandard.ZstdDecompressor().decompress(codec.encode(Trajectory(rows=(row,), temperature=1.0)))
-    assert plain[:4] == b"HRT\x01"
 
 
 def test_a_stored_trajectory_with_kinds_stays_readable() -> None:

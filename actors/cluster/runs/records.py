@@ -129,7 +129,7 @@ class Build:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """Request to run a recipe. `idempotency_key` is the client's: a repeated submission returns the same run. In the
-    storage, `names_code` is that of the run (`RunRecord`); older versions wrote none."""
+    storage, `names_code` is that of the run (`RunRecord`)."""
 
     name: str
     owner: str
@@ -187,7 +187,7 @@ def run_record(values: Mapping[str, Any]) -> RunRecord:
         "desired": DesiredState(values["desired"]),
         "actual": ActualState(values["actual"]),
         "demands": Demands(**values["demands"]),
-        "names_code": bool(values.get("names_code")),
+        "names_code": bool(values["names_code"]),
     }
     return RunRecord(**{**known, **typed})
 

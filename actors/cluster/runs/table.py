@@ -53,11 +53,9 @@ FILE_NAME: Final = TABLE_FILE
 EVENTS_KEPT: Final = 1000
 NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 """Names of runs and owners."""
-_SCHEMA_VERSION: Final = 2
-_FROM_1: Final = "ALTER TABLE runs ADD COLUMN names_code INTEGER NOT NULL DEFAULT 1"
-"""Runs from before roles had limits go on with what they name."""
-_APPLICATION_ID: Final = 0x48525231
-"""`HRR1` in the file's header: this SQLite file is a table of runs."""
+_SCHEMA_VERSION: Final = 1
+_APPLICATION_ID: Final = 0x48525254
+"""`HRRT` in the file's header: this SQLite file is a table of runs."""
 _LONGEST_TEXT: Final = 2000
 _DDL: Final = (
     """CREATE TABLE runs (
@@ -372,14 +370,9 @@ def _prepared(database: sqlite3.Connection, path: Path | None) -> sqlite3.Connec
                     database.execute(statement)
                 database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        elif (version, application) == (1, _APPLICATION_ID):
-            with transaction(database):
-                database.execute(_FROM_1)
-                database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         elif (version, application) != (_SCHEMA_VERSION, _APPLICATION_ID):
             raise LedgerRefused(
-                f"{path} is not a table of runs of this version (schema {version}, not {_SCHEMA_VERSION}): start the "
-                "version of headrace that wrote it, or move the file away"
+                f"{path} is of an unreleased version of headrace, or of another program: move the file away"
             )
     except BaseException:
         database.close()

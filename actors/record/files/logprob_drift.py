@@ -72,7 +72,7 @@ class DriftTotals:
 
 
 def drift_totals(metrics: Sequence[Mapping[str, Any]]) -> DriftTotals | None:
-    """Return the totals of a run's steps; None if none has a comparison (simulated learners, older runs)."""
+    """Return the totals of a run's steps; None if none has a comparison (simulated learners)."""
     steps = [record for record in metrics if record["kind"] == "step" and record.get("ratio_by_staleness")]
     if not steps:
         return None

@@ -71,7 +71,7 @@ class PushCosts:
 
 
 def push_costs(metrics: Sequence[dict[str, Any]]) -> PushCosts | None:
-    """Return the totals of a run's pushes; None if no record contains their costs (simulated engines, older runs)."""
+    """Return the totals of a run's pushes; None if no record contains their costs (simulated engines)."""
     pushes = [record for record in metrics if record["kind"] == "push" and "gate_s" in record]
     if not pushes:
         return None

@@ -96,7 +96,7 @@ def in_order(names: Collection[str]) -> Iterator[Station | str]:
 
 def mean_in_flight(records: Iterable[Mapping[str, Any]]) -> float:
     """Return the mean number of rollouts in flight over several `stations` records, weighted by their seconds; 0 when
-    no record has it (older versions)."""
+    no record has it."""
     return _mean((record.get("in_flight"), record["seconds"]) for record in records) or 0.0
 
 

@@ -3,9 +3,9 @@
 Invariants:
 - `<storage>/incarnations/NNNNNN.json` is created exclusively and with its content; the highest number is the run's
   incarnation. Only its holder rewrites it.
-- A number whose file cannot be read has a creator that has not finished (storage without hard links) or that died, or
-  whose disk was full (older versions). No renewal counts while there is one above the holder's: it ends, and may be
-  started again. A file that a creator has seen unreadable for `takeover_s` of its own clock fences nothing.
+- A number whose file cannot be read has a creator that has not finished (storage without hard links) or that died. No
+  renewal counts while there is one above the holder's: it ends, and may be started again. A file that a creator has
+  seen unreadable for `takeover_s` of its own clock fences nothing.
 - A holder ends when it reads a higher number, or when it has not renewed its file for `end_after_s`. Time is that of a
   clock that runs on while the process or its machine is stopped. A renewal counts from its start.
 - A new holder writes its file and waits `takeover_s`, which is longer than the old holder can go on: it then has ended

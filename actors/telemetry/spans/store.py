@@ -117,8 +117,7 @@ class SpanFolder:
                         # One object for all files of a process, however many spans are held.
                         resource = self._resources.setdefault(line, document["resource"])
                     elif wanted is None or document["trace_id"].encode() in wanted:
-                        # Files of an older headrace name the process in each span.
-                        yield document | {"resource": resource or {"service.instance.id": document.get("process", "")}}
+                        yield document | {"resource": resource or {}}
         except FileNotFoundError:
             return
         except zstandard.ZstdError:

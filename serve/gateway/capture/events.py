@@ -99,7 +99,6 @@ class Recorded:
     status: Status
     truncated: bool
     lost_calls: int
-    # The defaults are those of the turns in logs that lack these fields.
     opened: int | None = None
     resumes: bool = False
     dropped: int = 0

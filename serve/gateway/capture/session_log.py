@@ -5,8 +5,7 @@ Invariants:
   but not of the host (no fsync).
 - An incomplete last line (from a process killed while writing) is treated as not written.
 - Times in a log are Unix times, since another host, or this one after a restart, has another monotonic clock. They are
-  converted when they are written and read; sessions use the monotonic clock. Logs of schema 1 have times of the
-  monotonic clock of the host that wrote them.
+  converted when they are written and read; sessions use the monotonic clock.
 - Files are private to the user; their names reveal nothing about the session tokens.
 """
 
@@ -48,7 +47,7 @@ from headrace.serve.gateway.errors import LogBroken
 
 logger = logging.getLogger(__name__)
 
-SCHEMA: Final = 2
+FORMAT: Final = 1
 _OPEN: Final = ".jsonl"
 _FINISHED: Final = ".finished"
 _KINDS: Final[dict[str, type[Text | Reasoning | ToolCall]]] = {
@@ -81,7 +80,7 @@ class SessionLog:
     def open(self, opened: Opened) -> None:
         """Create the log of a session. Raises LogBroken."""
         opened_at = opened.opened_at + self._offset_s
-        document = {"schema": SCHEMA, "spec": asdict(opened.spec), "token": opened.token, "opened_at": opened_at}
+        document = {"format": FORMAT, "spec": asdict(opened.spec), "token": opened.token, "opened_at": opened_at}
         self._write(opened.spec.session_id, document, os.O_CREAT | os.O_TRUNC)
 
     def append(self, session_id: SessionId, event: Event) -> None:
@@ -150,15 +149,13 @@ class SessionLog:
         if not line.endswith(b"\n"):
             raise ValueError("its first line is torn")
         document = orjson.loads(line)
-        if not isinstance(document, dict) or document.get("schema") not in (1, SCHEMA):
-            raise ValueError(f"its first line does not open a session of schema {SCHEMA}")
-        spec, opened_at = document["spec"], document["opened_at"]
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"its first line does not open a session of format {FORMAT}")
+        spec = document["spec"]
         spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
-        if "train" in spec:
-            spec["train"] = tuple(map(TrainedPart, spec["train"]))
-        if document["schema"] == SCHEMA:
-            # The wall clock of the host that opened it may be ahead of this one.
-            opened_at = min(opened_at - self._offset_s, self._clock())
+        spec["train"] = tuple(map(TrainedPart, spec["train"]))
+        # The wall clock of the host that opened it may be ahead of this one.
+        opened_at = min(document["opened_at"] - self._offset_s, self._clock())
         return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=opened_at)
 
     def _path(self, session_id: SessionId, suffix: str = _OPEN) -> Path:

@@ -7,8 +7,7 @@ Invariants:
 - The file has mode 0600 in a folder of mode 0700, and a lock allows one server at a time.
 - Nothing is lost if the server crashes. Rows are not fsynced one by one, because a crash of the machine ends the
   sandboxes as well. A call takes well under a millisecond.
-- Without a folder, the database is lost when the server ends. A file with an older schema is brought to this one, which
-  only adds tables; one with a newer schema is refused.
+- Without a folder, the database is lost when the server ends. A file with another schema is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.host.private_folders import make_missing
 
-_SCHEMA_VERSION: Final = 2
-"""Version 1 had no table of templates, which is made when a file of that version is opened."""
+_SCHEMA_VERSION: Final = 1
+_APPLICATION_ID: Final = 0x48525353
+"""`HRSS` in the file's header: this SQLite file is of a sandbox server."""
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
     "CREATE TABLE IF NOT EXISTS snapshots (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
@@ -153,7 +153,7 @@ class SandboxTable:
     def __init__(self, folder: Path | None) -> None:
         """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
         names = {"file_name": "sandboxes.db", "lock_name": "lock"}
-        self._file = ServerDatabase(folder, **names, schema_version=_SCHEMA_VERSION, schema=_SCHEMA)
+        self._file = ServerDatabase(folder, **names, schema=_SCHEMA)
         self._database = self._file.connection
 
     def put(self, row: Row) -> None:
@@ -210,9 +210,7 @@ class SandboxTable:
 class ServerDatabase:
     """An open database, whose `connection` commits every statement; the caller must `close` it."""
 
-    def __init__(
-        self, folder: Path | None, *, file_name: str, lock_name: str, schema_version: int, schema: Sequence[str]
-    ) -> None:
+    def __init__(self, folder: Path | None, *, file_name: str, lock_name: str, schema: Sequence[str]) -> None:
         """Open the database. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
         self._lock: FileLock | None = None
         try:
@@ -226,15 +224,17 @@ class ServerDatabase:
                 path = str(folder / file_name)
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
             database = sqlite3.connect(path, isolation_level=None)
+            application = database.execute("PRAGMA application_id").fetchone()[0]
             version = database.execute("PRAGMA user_version").fetchone()[0]
-            if not 0 <= version <= schema_version:
+            if (application, version) not in ((0, 0), (_APPLICATION_ID, _SCHEMA_VERSION)):
                 database.close()
-                raise OSError(f"schema {version} is not supported; this version has schema {schema_version}")
+                raise OSError(f"{file_name} is of an unreleased version of headrace: move it away")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             for statement in schema:
                 database.execute(statement)
-            database.execute(f"PRAGMA user_version = {schema_version}")
+            database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
             self.connection = database
         except (OSError, sqlite3.Error) as error:
             self._unlock()

@@ -40,7 +40,6 @@ HOST_IMAGE: Final = "host"
 logger = logging.getLogger(__name__)
 
 
-_SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS lent (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
     "CREATE TABLE IF NOT EXISTS snapshots (image TEXT PRIMARY KEY, owner TEXT NOT NULL, source TEXT NOT NULL) STRICT",
@@ -76,7 +75,7 @@ class LeasedSandboxTable:
     def __init__(self, folder: Path | None) -> None:
         """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
         names = {"file_name": "lent.db", "lock_name": "lent.lock"}
-        self._file = ServerDatabase(folder, **names, schema_version=_SCHEMA_VERSION, schema=_SCHEMA)
+        self._file = ServerDatabase(folder, **names, schema=_SCHEMA)
         self._database = self._file.connection
         loaded = (_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM lent"))
         self._rows = {row.id: row for row in loaded}
