@@ -388,9 +388,9 @@ class TaskRecord:
 
     `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
     `solved` those among them that solved the task; `duration_s` is the sum of their durations. `complete_members`,
-    `reward_sum` and `reward_square_sum` cover complete groups; of those sealed with `grpo`, `grpo_square_sum` is the sum
-    of squared distances from a group's mean, and `grpo_deviation_sum` that of (n - 1) times the sample deviation of a
-    group of n. `poison_streak` counts the members that have become poison since one last
+    `reward_sum` and `reward_square_sum` cover complete groups; of those sealed with `grpo`, `grpo_square_sum` is the
+    sum of squared distances from a group's mean, and `grpo_deviation_sum` that of (n - 1) times the sample deviation of
+    a group of n. `poison_streak` counts the members that have become poison since one last
     finished; `failed_on` lists where the task has failed since then."""
 
     task_id: TaskId

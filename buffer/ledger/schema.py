@@ -98,7 +98,8 @@ LEDGER_STATEMENTS = (
   task_id TEXT PRIMARY KEY, last_pass INTEGER NOT NULL, groups INTEGER NOT NULL, finished INTEGER NOT NULL,
   solved INTEGER NOT NULL, duration_s REAL NOT NULL, infra INTEGER NOT NULL, poison INTEGER NOT NULL,
   evicted INTEGER NOT NULL, cancelled INTEGER NOT NULL, complete_members INTEGER NOT NULL, reward_sum REAL NOT NULL,
-  reward_square_sum REAL NOT NULL, grpo_square_sum REAL NOT NULL, grpo_deviation_sum REAL NOT NULL, poison_streak INTEGER NOT NULL, parked INTEGER NOT NULL, parked_at_s REAL,
+  reward_square_sum REAL NOT NULL, grpo_square_sum REAL NOT NULL, grpo_deviation_sum REAL NOT NULL,
+  poison_streak INTEGER NOT NULL, parked INTEGER NOT NULL, parked_at_s REAL,
   last_failure TEXT NOT NULL, failed_on TEXT NOT NULL) WITHOUT ROWID""",
     """CREATE TABLE outages (
   number INTEGER PRIMARY KEY, component TEXT NOT NULL, reason TEXT NOT NULL, began_at_s REAL NOT NULL,
