@@ -70,7 +70,7 @@ def _option(parameter: Any) -> str:
 def command_lines(name: str, command: Any, level: str) -> list[str]:
     """Return the heading, the help and the parameters of a command; for a group, also those of its commands."""
     lines = [f"{level} {name}", "", " ".join((command.help or "").split()), ""]
-    parameters = [item for item in command.params if item.name != "help"]
+    parameters = [item for item in command.params if item.name != "help" and not getattr(item, "hidden", False)]
     if parameters:
         lines += ["| argument or option | default | meaning |", "|---|---|---|", *map(_option, parameters), ""]
     for part in getattr(command, "commands", {}).values():

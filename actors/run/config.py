@@ -256,7 +256,7 @@ def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
 def all_nodes_reach_the_sandboxes(config: RunConfig) -> str | None:
     if config.cluster.is_local:
         return None
-    if config.sandbox.provider in (SandboxKind.LOCAL, SandboxKind.OCI, SandboxKind.SUBPROCESS):
+    if config.sandbox.provider in (SandboxKind.LOCAL, SandboxKind.SUBPROCESS):
         return (
             f"sandbox.provider {config.sandbox.provider} has its sandboxes on one host, which the other nodes of a "
             "cluster do not reach; set sandbox.provider to remote"

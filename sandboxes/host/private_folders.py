@@ -1,7 +1,7 @@
 """A user's private folders for sockets, secrets and locks, often below a folder that all users share.
 
 Invariants:
-- A new folder has exactly the requested mode, and so has every new parent, whatever the umask.
+- A new folder, and every new parent, is private whatever the umask.
 - A folder of another user is never used, not even by root: its owner could replace its contents.
 - Below the folder for temporary files each user has separate folders, named by user id. If another user has taken the
   name, the next free name is used; every process of this user finds the same one.
@@ -50,7 +50,7 @@ def temporary_folder() -> Path:
     return folder
 
 
-def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
+def user_folder(purpose: str) -> Path:
     """Make and return this user's `headrace-<purpose>-<user id>` below the folder for temporary files. Raises
     FolderRefused if no name for it is left."""
     name = f"headrace-{purpose}-{os.geteuid()}"
@@ -58,16 +58,16 @@ def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
     candidates = [first, *(first.with_name(f"{name}-{number}") for number in range(2, _NAMES + 1))]
     # An existing folder comes first, because other processes of this user are using it.
     for folder in candidates:
-        if os.path.lexists(folder) and _repair_own(folder, mode):
+        if os.path.lexists(folder) and _repair_own(folder):
             return folder
     for folder in candidates:
         if not os.path.lexists(folder):
-            make_private(folder, mode)
+            make_private(folder)
             return folder
     raise FolderRefused(f"{first} belongs to another user: remove it, or set TMPDIR to a folder of your own")
 
 
-def _repair_own(folder: Path, mode: int) -> bool:
+def _repair_own(folder: Path) -> bool:
     """Narrow the mode of a folder that has one of our names. Returns False if it, or an entry in it, belongs to another
     user."""
     try:
@@ -75,8 +75,8 @@ def _repair_own(folder: Path, mode: int) -> bool:
             status = os.fstat(descriptor)
             if status.st_uid != os.geteuid():
                 return False
-            if stat.S_IMODE(status.st_mode) != mode:
-                _path_of(descriptor).chmod(mode)
+            if stat.S_IMODE(status.st_mode) != PRIVATE:
+                _path_of(descriptor).chmod(PRIVATE)
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 with os.scandir(_path_of(descriptor)) as entries:
                     return all(entry.stat(follow_symlinks=False).st_uid == os.geteuid() for entry in entries)
@@ -87,35 +87,35 @@ def _repair_own(folder: Path, mode: int) -> bool:
     return True
 
 
-def make_private(folder: Path, mode: int = PRIVATE) -> None:
+def make_private(folder: Path) -> None:
     """Make a private folder with its parents, or check that the existing one is private. Raises FolderRefused."""
     try:
-        make_missing(folder, mode)
+        make_missing(folder)
         with _open_folder(folder) as descriptor:
             status = os.fstat(descriptor)
     except OSError as error:
         raise FolderRefused(f"{folder} cannot be made: {error.strerror}; choose another folder") from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & ~mode:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & ~PRIVATE:
         raise FolderRefused(
-            f"{folder} must belong to this user with mode {mode:o} (it belongs to user {status.st_uid} with mode "
-            f"{stat.S_IMODE(status.st_mode):o}): chmod {mode:o} it, remove it, or choose another"
+            f"{folder} must belong to this user with mode {PRIVATE:o} (it belongs to user {status.st_uid} with mode "
+            f"{stat.S_IMODE(status.st_mode):o}): chmod {PRIVATE:o} it, remove it, or choose another"
         )
 
 
-def make_missing(folder: Path, mode: int = PRIVATE) -> None:
-    """Make a folder and its missing parents; existing ones are not changed. Raises OSError."""
+def make_missing(folder: Path) -> None:
+    """Make a private folder and its missing parents; existing ones are not changed. Raises OSError."""
     for part in reversed((folder, *folder.parents)):
         if part.is_dir():
             continue
         try:
-            part.mkdir(mode=mode)
+            part.mkdir(mode=PRIVATE)
         except FileExistsError:
             # Another process was faster, unless this is not a folder.
             if not part.is_dir():
                 raise
         else:
             # The umask may have removed bits from the mode.
-            part.chmod(mode)
+            part.chmod(PRIVATE)
 
 
 def new_private(parent: Path, prefix: str) -> Path:

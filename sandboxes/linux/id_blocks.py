@@ -17,7 +17,7 @@ FIRST_ID: Final = 100_000
 IDS_PER_SANDBOX: Final = 65536
 RANGES_PER_BLOCK: Final = 64
 BLOCKS: Final = 380
-"""Ids up to 1.6 billion; the ranges for runc and runsc are above that."""
+"""Ids up to 1.6 billion."""
 
 
 class IdBlocks:

@@ -11,11 +11,11 @@ import socket
 from typing import Final, Self
 
 from headrace.sandboxes.base import Stream, TerminalSize
-from headrace.sandboxes.command_streams import CommandStreams, settle
 from headrace.sandboxes.errors import ExecTimeout, LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.launcher.commands import set_terminal_size
 from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.local.client import Exchange, LauncherClient, open_null
+from headrace.sandboxes.local.command_streams import CommandStreams, settle
 
 TERMINAL_TIMEOUT_S: Final = 20.0
 """Limit on the wait for a terminal: other processes in the sandbox may have stopped the command before it opened

@@ -17,11 +17,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from headrace.sandboxes.oci.runtime import system_folders
-
 _SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TIMEOUT_S: Final = 60.0
 _MAX_MESSAGE: Final = 300
+_SYSTEM: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
 class PeerFailed(Exception):
@@ -50,8 +49,14 @@ async def measure_peers(
     return results
 
 
+def _system_folders() -> list[str]:
+    """Return the host folders that are mounted unchanged."""
+    own = [f"/{name}" for name in _SYSTEM if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()]
+    return ["/usr", *own]
+
+
 async def _measure_bwrap(program: str, cycles: int, boots: int, widths: Sequence[int]) -> dict[str, float]:
-    binds = [word for path in system_folders() for word in ("--ro-bind", path, path)]
+    binds = [word for path in _system_folders() for word in ("--ro-bind", path, path)]
     paths = (Path(f"/{name}") for name in ("bin", "lib", "lib64", "sbin"))
     links = [word for path in paths if path.is_symlink() for word in ("--symlink", str(path.readlink()), str(path))]
     command = [
@@ -95,7 +100,7 @@ class _RuncBundles:
 
     def make_root(self) -> None:
         root = self._folder / "rootfs"
-        for name in ("proc", "dev", "sys", *(path[1:] for path in system_folders())):
+        for name in ("proc", "dev", "sys", *(path[1:] for path in _system_folders())):
             (root / name).mkdir(parents=True, exist_ok=True)
         for name in ("bin", "lib", "lib64", "sbin"):
             if Path(f"/{name}").is_symlink():
@@ -109,7 +114,7 @@ class _RuncBundles:
         config["mounts"] = [mount for mount in config["mounts"] if mount["type"] != "cgroup"]
         config["mounts"] += [
             {"destination": name, "type": "bind", "source": name, "options": ["rbind", "ro"]}
-            for name in system_folders()
+            for name in _system_folders()
         ]
         path.write_text(json.dumps(config))
 

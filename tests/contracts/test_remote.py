@@ -582,6 +582,8 @@ async def test_all_three_apis_work_with_remote_hosts(wire: Callable[..., Any]) -
         # The host may come back.
         (("--host-url", "http://127.0.0.1:9"), EXIT_TRANSIENT),
         (("--host", "0.0.0.0"), 2),
+        (("--provider", "oci"), 2),
+        (("--provider", "subprocess"), 2),
     ],
 )
 def test_invalid_options_print_a_one_line_message(options: tuple[str, ...], exit_code: int) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.sandboxes import doctor
 from headrace.sandboxes.base import (
     ExecResult,
     Feature,
@@ -31,7 +28,6 @@ from headrace.sandboxes.errors import (
     ExecTimeout,
     FrozenPathRefused,
     ImageUnknown,
-    NamespacesUnavailable,
     SandboxFileError,
     SandboxGone,
     SecretRefused,
@@ -39,37 +35,9 @@ from headrace.sandboxes.errors import (
     Unsupported,
 )
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
-from headrace.sandboxes.oci.runtime import RuntimeKind
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
 pytestmark = pytest.mark.namespaces
-
-PROVIDERS = [
-    pytest.param("local", id="local"),
-    pytest.param("remote", id="remote"),
-    pytest.param("oci:runc", id="oci-runc"),
-    pytest.param("oci:runsc", id="oci-runsc", marks=pytest.mark.slow),
-]
-
-
-LACKING = {
-    ("oci:runsc", "test_no_process_in_the_sandbox_can_terminate_it"): "gVisor lets root inside kill process 1",
-    ("oci:runsc", "test_processes_are_limited"): "gVisor's processes are not the host's: no pids cgroup counts them",
-}
-"""What a runtime cannot do; each is a weakness that its documentation names."""
-
-
-def missing(name: str) -> str | None:
-    """Return the reason why this machine cannot run a provider."""
-    try:
-        doctor.require_namespaces()
-    except NamespacesUnavailable as error:
-        return str(error)
-    program = name.partition(":")[2]
-    if program and shutil.which(program, path="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin") is None:
-        return f"{program} is not installed: apt-get install {program}"
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +54,15 @@ def exec_server() -> Iterator[str]:
             assert process.wait(60) == 0
 
 
-@pytest.fixture(params=PROVIDERS)
-async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
-    name: str = request.param
-    test = request.node.originalname
-    if reason := missing(name) or LACKING.get((name, test)):
-        pytest.skip(reason)
-    async with AsyncExitStack() as stack:
-        if name == "local":
-            yield await stack.enter_async_context(LocalProvider())
-        elif name == "remote":
-            url = request.getfixturevalue("exec_server")
-            yield await stack.enter_async_context(RemoteProvider(RemoteConfig(url=url)))
-        else:
-            config = OciSandboxConfig(runtime=RuntimeKind(name.partition(":")[2]), image_folder=tmp_path / "images")
-            yield await stack.enter_async_context(OciProvider(config))
+@pytest.fixture(params=["local", "remote"])
+async def provider(request: pytest.FixtureRequest) -> AsyncIterator[LocalProvider | RemoteProvider]:
+    if request.param == "local":
+        async with LocalProvider() as local:
+            yield local
+    else:
+        url = request.getfixturevalue("exec_server")
+        async with RemoteProvider(RemoteConfig(url=url)) as remote:
+            yield remote
 
 
 async def run(sandbox: Sandbox, command: str, *, user: str = "root", timeout_s: float = 60.0) -> ExecResult:

@@ -141,7 +141,7 @@ async def test_a_recipe_can_use_a_provider_from_another_package(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"provider": "docker"}, "there is no sandbox provider 'docker'; available: local, oci, remote, e2b"),
+        ({"provider": "docker"}, "there is no sandbox provider 'docker'; available: local, remote, e2b"),
         ({"provider": "their_providers:Absent"}, "has no attribute 'Absent'"),
         ({"provider": "no_such_package:Provider"}, "No module named 'no_such_package'"),
         ({"provider": "their_providers:Half"}, "'create' is missing"),

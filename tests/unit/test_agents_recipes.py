@@ -79,7 +79,7 @@ def test_a_missing_agent_is_refused_at_startup(
         ('agent.program.environment={A = "\\u0000"}', "NUL"),
         ('agent.program.arguments=["a\\u0000b"]', "NUL"),
         ("sandbox.provider=subprocess", "set sandbox.provider to local or remote"),
-        ("sandbox.provider=oci", "set sandbox.provider to local or remote"),
+        ("sandbox.provider=e2b", "set sandbox.provider to local or remote"),
     ],
 )
 def test_invalid_agent_settings_are_refused(override: str, said: str, tmp_path: Path) -> None:

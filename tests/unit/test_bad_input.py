@@ -207,6 +207,16 @@ def test_an_invalid_environment_is_a_one_line_error_naming_the_key_or_task(
     assert says in refused(monkeypatch, capsys, recipe)
 
 
+@pytest.mark.parametrize("provider", ["oci"])
+def test_a_removed_sandbox_provider_is_refused_with_what_replaces_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, provider: str
+) -> None:
+    says = f"sandbox.provider: {provider} was removed; use local"
+    assert says in refused(monkeypatch, capsys, recipe, "--sandbox", provider)
+    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "{provider}"\n[sandbox.{provider}]\n')
+    assert says in refused(monkeypatch, capsys, recipe)
+
+
 def test_machine_files_that_contradict_each_other_are_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
@@ -411,7 +421,6 @@ def test_a_bad_line_in_a_task_file_is_reported_by_number(
         ("local", "debian:12"),
         ("local", "debootstrap:no suite"),
         ("local", "/"),
-        ("oci", "debian:12"),
         ("subprocess", "debootstrap:bookworm"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SpecRefused
-from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.serve.sandbox_servers.e2b_state.errors import RpcError
 from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits, parse_ceilings, parse_size
@@ -76,17 +75,14 @@ def test_ceilings_lower_a_specification_and_refuse_more() -> None:
 
 
 def options(**more: Any) -> ServeOptions:
-    return ServeOptions(**{"host": "127.0.0.1", "port": 0, "provider": "local", **more})
+    return ServeOptions(**{"host": "127.0.0.1", "port": 0, **more})
 
 
 def test_options_become_the_providers_limits() -> None:
     given = {"max_sandboxes": 1000, "memory": "1G", "disk": "64M", "processes": 100, "files": 200}
     local = provider_config(options(**given))
     assert (local.max_sandboxes, local.memory_bytes, local.layer_bytes) == (1000, 1 << 30, 64 << 20)
-    assert (local.pids, local.open_files, getattr(local, "max_live", None)) == (100, 200, 1000)
-    oci = provider_config(options(**given, provider="oci"))
-    assert isinstance(oci, OciSandboxConfig)
-    assert (oci.max_sandboxes, oci.memory_bytes, oci.pids) == (1000, 1 << 30, 100)
+    assert (local.pids, local.open_files, local.max_live) == (100, 200, 1000)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +94,6 @@ def test_options_become_the_providers_limits() -> None:
         ({"processes": 1}, "--processes"),
         ({"files": 1}, "--files"),
         ({"max_sandboxes": 10**9}, "--max-sandboxes"),
-        ({"provider": "docker"}, "--provider docker"),
-        ({"provider": "oci", "keep_sandboxes": True}, "--keep-sandboxes"),
     ],
 )
 def test_bad_options_are_refused_by_name(given: dict[str, Any], named: str) -> None:

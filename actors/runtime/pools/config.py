@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from headrace.actors.runtime.recipe_section import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
-from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
@@ -23,8 +22,6 @@ class SandboxKind(StrEnum):
     """Linux namespaces on this host."""
     E2B = "e2b"
     """E2B, or a server with its API."""
-    OCI = "oci"
-    """Containers (runc or runsc) on this host."""
     REMOTE = "remote"
     """Sandboxes on other hosts, through exec servers (`headrace sandbox serve`)."""
     SIMULATED = "simulated"
@@ -40,16 +37,18 @@ class RemoteSection(Section):
     """File with the key shared by all servers, relative to the working directory."""
 
 
+_REMOVED: Final = {"oci": "local, remote or e2b"}
+"""Providers of older versions, and what replaces them."""
+
+
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
-    """Provider of the sandboxes: `local`, `oci`, `remote`, `e2b`, `simulated`, `subprocess` (no protection), or one
+    """Provider of the sandboxes: `local`, `remote`, `e2b`, `simulated`, `subprocess` (no protection), or one
     from another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a provider from another package."""
     local: LocalSandboxConfig = LocalSandboxConfig()
     """Settings of the provider `local`."""
-    oci: OciSandboxConfig = OciSandboxConfig()
-    """Settings of the provider `oci`."""
     e2b: E2bConfig = E2bConfig()
     """Settings of the provider `e2b`, which needs the extra `e2b`."""
     remote: RemoteSection = RemoteSection()
@@ -58,3 +57,10 @@ class SandboxSection(Section):
     """Settings of the provider `simulated`."""
     pool: PoolConfig = PoolConfig()
     """Settings of the pool, including its limits on booting and live sandboxes."""
+
+    @field_validator("provider")
+    @classmethod
+    def _still_exists(cls, provider: SandboxKind | str) -> SandboxKind | str:
+        if provider in _REMOVED:
+            raise ValueError(f"{provider} was removed; use {_REMOVED[provider]}")
+        return provider

@@ -79,7 +79,7 @@ def check_provider(section: SandboxSection) -> None:
         if section.provider is SandboxKind.E2B:
             E2bProvider(section.e2b)
         if not isinstance(section.provider, SandboxKind):
-            _outside(section)
+            _outside(section.provider, section.settings)
         elif section.settings:
             raise ConfigError(
                 f"sandbox.settings is for providers of other packages only; use sandbox.{section.provider}"
@@ -94,7 +94,7 @@ def attaching_provider(name: str) -> SandboxProvider:
     if name in _ATTACHING:
         return _ATTACHING[name]()
     try:
-        return _outside(SandboxSection(provider=name))
+        return _outside(name, {})
     except (PartRefused, ConfigError) as error:
         raise SpecRefused(f"sandboxes of provider {name!r} cannot be attached to: {error}") from error
 
@@ -125,12 +125,12 @@ class NamedProvider:
         await self._provider.aclose()
 
 
-def _outside(section: SandboxSection) -> NamedProvider:
-    """Return the provider from another package that a section names, created with the section's settings. Raises
-    PartRefused, ConfigError."""
-    make = PROVIDERS.find(section.provider)
+def _outside(name: str, settings: Mapping[str, Any]) -> NamedProvider:
+    """Return the provider from another package with this name, created with these settings. Raises PartRefused,
+    ConfigError."""
+    make = PROVIDERS.find(name)
     assert isinstance(make, _OfAnotherPackage), "headrace's own providers have kinds"
-    return NamedProvider(str(section.provider), make.made(section))
+    return NamedProvider(name, make.made(name, settings))
 
 
 class _OfAnotherPackage:
@@ -143,21 +143,20 @@ class _OfAnotherPackage:
         self._make: Callable[..., Any] = make
 
     async def __call__(self, section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
-        provider: Any = self.made(section)
+        provider: Any = self.made(section.provider, section.settings)
         if hasattr(provider, "start"):
             await provider.start()
-        return NamedProvider(str(section.provider), provider)
+        return NamedProvider(section.provider, provider)
 
-    def made(self, section: SandboxSection) -> SandboxProvider:
+    def made(self, name: str, settings: Mapping[str, Any]) -> SandboxProvider:
         try:
-            provider: SandboxProvider = self._make(**section.settings)
+            provider: SandboxProvider = self._make(**settings)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"sandbox.settings: {section.provider} does not accept them: {error}") from error
-        for name in _MEMBERS:
-            if not hasattr(provider, name):
+            raise ConfigError(f"sandbox.settings: {name} does not accept them: {error}") from error
+        for member in _MEMBERS:
+            if not hasattr(provider, member):
                 raise ConfigError(
-                    f"sandbox.provider: {section.provider!r} did not return a provider: {name!r} is missing "
-                    "(docs/extending.md)"
+                    f"sandbox.provider: {name!r} did not return a provider: {member!r} is missing (docs/extending.md)"
                 )
         return provider
 
@@ -176,14 +175,6 @@ async def _local(section: SandboxSection, directory: RunDirectory) -> SandboxPro
         return LocalProvider(config.model_copy(update=changes))
 
     provider = await asyncio.to_thread(complete)
-    await provider.start()
-    return provider
-
-
-async def _oci(section: SandboxSection, _: RunDirectory) -> SandboxProvider:
-    from headrace.sandboxes.oci.provider import OciProvider
-
-    provider = OciProvider(section.oci)
     await provider.start()
     return provider
 
@@ -210,12 +201,6 @@ async def _simulated(section: SandboxSection, _: RunDirectory) -> SandboxProvide
     return SimulatedProvider(section.simulated)
 
 
-def _attaching_oci() -> SandboxProvider:
-    from headrace.sandboxes.oci.provider import OciProvider
-
-    return OciProvider()
-
-
 def _attaching_remote() -> SandboxProvider:
     from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
@@ -227,7 +212,6 @@ PROVIDERS: Final[Registry[StartProvider]] = Registry(
     group="headrace.sandbox_providers",
     own={
         SandboxKind.LOCAL: _local,
-        SandboxKind.OCI: _oci,
         SandboxKind.REMOTE: _remote,
         SandboxKind.E2B: _e2b,
         SandboxKind.SIMULATED: _simulated,
@@ -238,7 +222,6 @@ PROVIDERS: Final[Registry[StartProvider]] = Registry(
 # A simulated sandbox is known to its own pool only: from elsewhere it can be attached to, and its commands do nothing.
 _ATTACHING: Final[Mapping[str, Callable[[], SandboxProvider]]] = {
     SandboxKind.LOCAL: LocalProvider,
-    SandboxKind.OCI: _attaching_oci,
     SandboxKind.REMOTE: _attaching_remote,
     SandboxKind.E2B: E2bProvider,
     SandboxKind.SIMULATED: AttachedProvider,

@@ -28,7 +28,6 @@ from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.sandboxes.retry import RetryConfig
@@ -41,7 +40,7 @@ from headrace.serve.sandbox_servers.exec.evaluations import ApplyPatch
 from headrace.serve.sandbox_servers.exec.registry import LeasedSandboxTable, Registry
 from headrace.serve.sandbox_servers.exec.routes import ExecApi
 
-_Provider = LocalProvider | OciProvider | MultiHostProvider
+_Provider = LocalProvider | MultiHostProvider
 
 E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
@@ -82,7 +81,6 @@ class ServeOptions:
 
     host: str
     port: int
-    provider: str
     max_sandboxes: int | None = None
     """Maximum number of sandboxes, alive or frozen; None for the provider's default."""
     memory: str = ""
@@ -168,7 +166,7 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
             await stopped.wait()
 
 
-def provider_config(options: ServeOptions) -> LocalSandboxConfig | OciSandboxConfig:
+def provider_config(options: ServeOptions) -> LocalSandboxConfig:
     """Return the provider's configuration with the operator's limits. Raises SpecRefused."""
     chosen = {
         "max_sandboxes": options.max_sandboxes,
@@ -179,23 +177,13 @@ def provider_config(options: ServeOptions) -> LocalSandboxConfig | OciSandboxCon
         "image_folder": options.image_folder,
     }
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if options.state is not None:
+        # One folder for each state folder, with a path short enough for a socket.
+        digest = hashlib.sha256(str(options.state.resolve()).encode()).hexdigest()[:16]
+        given["stays_in"] = runtime_folder(None) / f"e2b-{digest}"
+    given["allow_host_network"] = options.build_network == Network.HOST
     try:
-        match options.provider:
-            case "local":
-                if options.state is not None:
-                    # One folder for each state folder, with a path short enough for a socket.
-                    digest = hashlib.sha256(str(options.state.resolve()).encode()).hexdigest()[:16]
-                    given["stays_in"] = runtime_folder(None) / f"e2b-{digest}"
-                given["allow_host_network"] = options.build_network == Network.HOST
-                return LocalSandboxConfig.model_validate({**given, "max_live": options.max_sandboxes})
-            case "oci":
-                if options.keep_sandboxes:
-                    raise SpecRefused("--keep-sandboxes: containers end with their server; use --provider local")
-                return OciSandboxConfig.model_validate(given)
-            case "subprocess":
-                raise SpecRefused("--provider subprocess cannot spawn commands, which E2B's clients need: use local")
-            case name:
-                raise SpecRefused(f"--provider {name}: must be local or oci")
+        return LocalSandboxConfig.model_validate({**given, "max_live": options.max_sandboxes})
     except ValidationError as error:
         names = {"memory_bytes": "--memory", "layer_bytes": "--disk", "pids": "--processes", "open_files": "--files"}
         wrong = error.errors()[0]
@@ -205,21 +193,19 @@ def provider_config(options: ServeOptions) -> LocalSandboxConfig | OciSandboxCon
 
 
 @asynccontextmanager
-async def _provider(options: ServeOptions, config: LocalSandboxConfig | OciSandboxConfig) -> AsyncIterator[_Provider]:
+async def _provider(options: ServeOptions, config: LocalSandboxConfig) -> AsyncIterator[_Provider]:
     if options.keep_sandboxes and options.state is None:
         raise SpecRefused("--keep-sandboxes needs --state: without a table no server can find the sandboxes again")
     provider: _Provider
     if options.host_urls:
         provider = MultiHostProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
-    elif isinstance(config, OciSandboxConfig):
-        provider = OciProvider(config)
     else:
         provider = LocalProvider(config)
     await provider.start()
     try:
         yield provider
     finally:
-        if options.keep_sandboxes and not isinstance(provider, OciProvider):
+        if options.keep_sandboxes:
             await provider.detach()
         else:
             await provider.aclose()

@@ -1,1 +1,0 @@
-"""Provider of sandboxes in runc and runsc containers, without a daemon."""
