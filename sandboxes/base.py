@@ -36,7 +36,7 @@ class Network(StrEnum):
     NONE = "none"
     """Only the sandbox's own loopback interface."""
     HOST = "host"
-    """The host's network; only with the subprocess provider, which offers no protection."""
+    """The host's network, for steps of image builds where the operator allows it."""
 
 
 class Feature(StrEnum):

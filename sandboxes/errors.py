@@ -31,7 +31,7 @@ SandboxError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class SandboxError(Exception):
@@ -146,6 +146,10 @@ class LedgerRefused(PermanentSandboxError):
     pass
 
 
+WITHOUT_NAMESPACES: Final = "set sandbox.provider to remote or e2b"
+"""What replaces local sandboxes on a machine without namespaces."""
+
+
 class NamespacesUnavailable(PermanentSandboxError):
     """This machine cannot isolate sandboxes; `reason` names the missing guarantee and the kernel's error."""
 
@@ -154,8 +158,7 @@ class NamespacesUnavailable(PermanentSandboxError):
         self.reason = reason
 
     def __str__(self) -> str:
-        advice = "use `--sandbox subprocess` to run without isolation"
-        return f"namespace sandboxes are not available on this machine: {self.reason}; {advice}"
+        return f"namespace sandboxes are not available on this machine: {self.reason}; {WITHOUT_NAMESPACES}"
 
 
 _BY_NAME: dict[str, type[SandboxError]] = {

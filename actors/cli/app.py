@@ -106,7 +106,7 @@ def run(
     runs_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed; same as --set service.seed=N.")] = None,
     sandbox: Annotated[
-        str | None, typer.Option(help="Sandbox provider; same as --set sandbox.provider=NAME (local, subprocess).")
+        str | None, typer.Option(help="Sandbox provider; same as --set sandbox.provider=NAME (local, remote, e2b).")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (table.key=value); may be repeated.")
@@ -155,7 +155,6 @@ def run(
     chosen = name or free_folder(runs_dir, recipe.stem).name
     request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
     config, directory = prepare(request)
-    _say_unprotected(config.sandbox.provider)
     say(f"run {directory.path}")
     if restarts:
         raise typer.Exit(resume_again_and_again(config, directory, restarts, json=json, quiet=quiet))
@@ -259,7 +258,6 @@ def evaluate(
             overrides=tuple(overrides or ()),
         )
     )
-    _say_unprotected(evaluation.config.sandbox.provider)
     summary = drive_evaluation(evaluation, quiet=quiet)
     if json is not None:
         write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
@@ -368,6 +366,7 @@ def doctor(json: Json = None) -> None:
     """Show which sandbox guarantees this machine provides, and which are missing."""
     from headrace.actors.runtime.actors.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
+    from headrace.sandboxes.errors import WITHOUT_NAMESPACES
 
     check_ray_folder()
     guarantees = probe()
@@ -378,6 +377,8 @@ def doctor(json: Json = None) -> None:
     for guarantee in guarantees:
         table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
     show(table, result_console(), markup=True)
+    if any(guarantee.required and not guarantee.present for guarantee in guarantees):
+        say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
 app.command()(drain)
@@ -649,10 +650,3 @@ def _report(summary: RunSummary, json: Path | None, **more: object) -> None:
     say(*summary.lines())
     if not summary.completed:
         raise typer.Exit(EXIT_DRAINED)
-
-
-def _say_unprotected(provider: str) -> None:
-    if provider == "subprocess":
-        from headrace.sandboxes.unprotected.provider import WARNING
-
-        console().print(WARNING, style="yellow", highlight=False)

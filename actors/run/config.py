@@ -256,10 +256,10 @@ def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
 def all_nodes_reach_the_sandboxes(config: RunConfig) -> str | None:
     if config.cluster.is_local:
         return None
-    if config.sandbox.provider in (SandboxKind.LOCAL, SandboxKind.SUBPROCESS):
+    if config.sandbox.provider is SandboxKind.LOCAL:
         return (
-            f"sandbox.provider {config.sandbox.provider} has its sandboxes on one host, which the other nodes of a "
-            "cluster do not reach; set sandbox.provider to remote"
+            "sandbox.provider local has its sandboxes on one host, which the other nodes of a cluster do not reach; "
+            "set sandbox.provider to remote"
         )
     key_file = config.sandbox.remote.key_file
     if key_file is not None and not key_file.is_absolute() and not str(key_file).startswith(SECRET):

@@ -16,8 +16,6 @@ from headrace.sandboxes.linux.processes import parse_stat
 LAUNCHER_NAME: Final = "headrace-launcher"
 IDENTITY_FILE: Final = "run_id"
 """Name of the file in a run directory that holds the run's id."""
-LABEL_VARIABLE: Final = "HEADRACE_SANDBOX_LABEL"
-"""Environment variable set in every process of the subprocess provider."""
 
 
 def run_label(run: Path) -> str:
@@ -31,17 +29,12 @@ def run_label(run: Path) -> str:
 
 
 def sandboxes_left(run: Path) -> int:
-    """Count living processes (launcher, sandboxes, processes marked by the subprocess provider) with the label of
-    `run`."""
-    label = run_label(run)
-    command = f"{LAUNCHER_NAME} {label}".encode()
-    mark = f"\0{LABEL_VARIABLE}={label}\0".encode()
+    """Count living processes (launcher and sandboxes) with the label of `run`."""
+    command = f"{LAUNCHER_NAME} {run_label(run)}".encode()
     found = 0
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if parse_stat((process / "stat").read_text(errors="replace")).state in "ZX":
                 continue
             found += (process / "cmdline").read_bytes().rstrip(b"\0") == command
-            # A process of another user cannot be read and has no mark of ours.
-            found += mark in b"\0" + (process / "environ").read_bytes()
     return found

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from headrace.sandboxes.base import Output, Stream
 from headrace.sandboxes.errors import SandboxFileError
-from headrace.sandboxes.host.capture import OUTPUT_GRACE_S
 from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.local.capture import OUTPUT_GRACE_S
 
 _READ_BYTES: Final = 1 << 16
 _CTRL_D: Final = b"\x04"

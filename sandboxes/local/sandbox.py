@@ -32,9 +32,9 @@ from headrace.sandboxes.base import (
     SpawnCommand,
 )
 from headrace.sandboxes.errors import ExecTimeout, LauncherGone, SandboxFileError, SandboxGone, SpecRefused, Unsupported
-from headrace.sandboxes.host.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.launcher.commands import EXIT_FILE_ERROR
 from headrace.sandboxes.launcher.wire import Message, close_all
+from headrace.sandboxes.local.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.local.client import LauncherClient, LauncherConnections, open_null
 from headrace.sandboxes.local.exposed import is_below, relay
 from headrace.sandboxes.local.process import LocalProcess

@@ -29,6 +29,7 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.sandboxes.simulated.provider import SimulationConfig
 from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
@@ -38,6 +39,12 @@ SLOTS = 256
 STATUS_S = 0.25
 IDLE_S = 5.0
 OBJECT_STORE_BYTES = 128 << 20
+AT_ONCE = SandboxSection(
+    provider=SandboxKind.SIMULATED,
+    simulated=SimulationConfig(boot_s=0.001, answer_s=0),
+    pool=PoolConfig(max_live=2 * SLOTS),
+)
+"""Simulated sandboxes without delays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +101,7 @@ async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Mea
         buffer = BufferConfig(batch_size=SLOTS, group_size=8, max_staleness=1)
         replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
         await replay.open_epoch(None)
-        section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
-        pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
+        pool = await spawn(SandboxPool, AT_ONCE, directory=directory, name="sandbox-pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
         config = DispatcherConfig(slots_per_worker=SLOTS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from benches.orchestration import immediate_parts, prepare_directory, without_spans
+from benches.orchestration import AT_ONCE, immediate_parts, prepare_directory, without_spans
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluation.graders.evaluator import Evaluator
@@ -18,7 +18,6 @@ from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.runtime.actors.runtime import InlineRuntime
-from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
@@ -57,8 +56,7 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
         buffer = BufferConfig(batch_size=4, group_size=2, max_staleness=1)
         replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
         await replay.open_epoch(None)
-        section = SandboxSection(provider=SandboxKind.SUBPROCESS)
-        pool = await spawn(SandboxPool, section, directory=directory, name="pool")
+        pool = await spawn(SandboxPool, AT_ONCE, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         parts = immediate_parts(directory, replay, pool, evaluator)
         parts = replace(parts, tasks=replace(parts.tasks, evaluation=HELD_OUT))

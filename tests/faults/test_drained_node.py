@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benches.orchestration import immediate_parts, prepare_directory, without_spans
+from benches.orchestration import AT_ONCE, immediate_parts, prepare_directory, without_spans
 
 from headrace.actors.agents.programs.agent import AgentReport
 from headrace.actors.agents.programs.immediate import ImmediateAgent
@@ -21,7 +21,6 @@ from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
 from headrace.actors.run.node_drain import leave_node
 from headrace.actors.runtime.actors.runtime import InlineRuntime
-from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
@@ -89,7 +88,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         buffer = BufferConfig(batch_size=4, group_size=2, max_staleness=1)
         replay = await spawn(Replay, buffer, directory=directory, seed=0)
         await replay.open_epoch(None)
-        pool = await spawn(SandboxPool, SandboxSection(provider=SandboxKind.SUBPROCESS), directory=directory)
+        pool = await spawn(SandboxPool, AT_ONCE, directory=directory)
         evaluator = await spawn(Evaluator, pool, without_spans(directory))
         parts = immediate_parts(directory, replay, pool, evaluator)
         parts = replace(parts, tasks=replace(parts.tasks, evaluation=HELD_OUT))

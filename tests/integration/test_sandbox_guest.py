@@ -12,7 +12,7 @@ from headrace.sandboxes.base import ExecResult, Guest, Sandbox, SandboxSpec, Ter
 from headrace.sandboxes.errors import ExecTimeout, ImageRefused, SpecRefused, Unsupported
 from headrace.sandboxes.launcher.sudo_options import SudoRefused, parse_sudo
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.unprotected.provider import SubprocessProvider
+from headrace.sandboxes.simulated.provider import SimulatedProvider
 from support import image_kit as kit
 
 pytestmark = pytest.mark.namespaces
@@ -188,9 +188,8 @@ async def test_bad_guests_are_refused(provider: LocalProvider, guest: Guest) -> 
 
 
 async def test_providers_without_the_feature_refuse_a_guest() -> None:
-    async with SubprocessProvider() as provider:
-        with pytest.raises(Unsupported, match="guest"):
-            await provider.create(SandboxSpec(guest=Guest()))
+    with pytest.raises(Unsupported, match="guest"):
+        await SimulatedProvider().create(SandboxSpec(guest=Guest()))
 
 
 def test_an_assignment_is_not_a_command() -> None:

@@ -78,7 +78,7 @@ def test_a_missing_agent_is_refused_at_startup(
         ('agent.program.environment={"A=B" = "c"}', "contain '='"),
         ('agent.program.environment={A = "\\u0000"}', "NUL"),
         ('agent.program.arguments=["a\\u0000b"]', "NUL"),
-        ("sandbox.provider=subprocess", "set sandbox.provider to local or remote"),
+        ("sandbox.provider=simulated", "set sandbox.provider to local or remote"),
         ("sandbox.provider=e2b", "set sandbox.provider to local or remote"),
     ],
 )

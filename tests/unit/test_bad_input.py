@@ -200,14 +200,14 @@ def test_an_invalid_environment_is_a_one_line_error_naming_the_key_or_task(
     row: dict[str, Any],
     says: str,
 ) -> None:
-    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "subprocess"\n{text}')
+    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "simulated"\n{text}')
     for name, more in (("a", row), ("b", {})):
         task = {"id": name, "family": "f", "instruction": f"do {name}", "evaluator": {"kind": "none"}} | more
         (recipe.parent / f"{name}.jsonl").write_text(json.dumps(task) + "\n")
     assert says in refused(monkeypatch, capsys, recipe)
 
 
-@pytest.mark.parametrize("provider", ["oci"])
+@pytest.mark.parametrize("provider", ["oci", "subprocess"])
 def test_a_removed_sandbox_provider_is_refused_with_what_replaces_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, provider: str
 ) -> None:
@@ -374,7 +374,7 @@ def test_an_architecture_is_refused_only_by_what_computes_the_model(
     error = refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
     assert "GlmMoeDsaForCausalLM" in error
     assert "engines.backend sglang" in error
-    elsewhere = ["engines.count=0", 'engines.attach=["http://127.0.0.1:9"]', "sandbox.provider=subprocess"]
+    elsewhere = ["engines.count=0", 'engines.attach=["http://127.0.0.1:9"]', "sandbox.provider=simulated"]
     overrides = [f"model.path={model}", "learner.kind=simulated", *elsewhere]
     check_parts(load_recipe(recipe, overrides, tmp_path / "run"))
 
@@ -392,7 +392,7 @@ def test_a_template_that_hides_observations_is_refused_only_if_they_are_trained(
         monkeypatch, capsys, recipe, "--set", f"model.path={model}", "--set", "learner.observation_coef=0.05"
     )
     assert "the chat template rewrites the bodies of messages" in error
-    check_parts(load_recipe(recipe, [f"model.path={model}", "sandbox.provider=subprocess"], tmp_path / "run"))
+    check_parts(load_recipe(recipe, [f"model.path={model}", "sandbox.provider=simulated"], tmp_path / "run"))
 
 
 def test_a_bad_line_in_a_task_file_is_reported_by_number(
@@ -414,29 +414,19 @@ def test_a_bad_line_in_a_task_file_is_reported_by_number(
     assert "imag" in error
 
 
-@pytest.mark.parametrize(
-    ("provider", "image"),
-    [
-        ("local", "/no/such/image.tar"),
-        ("local", "debian:12"),
-        ("local", "debootstrap:no suite"),
-        ("local", "/"),
-        ("subprocess", "debootstrap:bookworm"),
-    ],
-)
+@pytest.mark.parametrize("image", ["/no/such/image.tar", "debian:12", "debootstrap:no suite", "/"])
 def test_an_image_that_can_never_boot_is_refused_at_startup(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recipe: Path,
     tmp_path: Path,
-    provider: str,
     image: str,
 ) -> None:
     for name, said in (("train", image), ("heldout", "host")):
         task = {"id": name, "family": "f", "instruction": name, "image": said, "evaluator": {"kind": "none"}}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(task) + "\n")
     files = ("--set", "tasks.train=train.jsonl", "--set", "tasks.heldout=heldout.jsonl")
-    settings = ("--set", "evaluation.tasks=1", "--set", f"sandbox.provider={provider}")
+    settings = ("--set", "evaluation.tasks=1")
     error = refused(monkeypatch, capsys, recipe, *files, *settings)
     assert f"task train: image {image!r}" in error
 

@@ -59,10 +59,9 @@ def test_real_engines_are_placed_on_the_nodes_of_the_cluster(tiny_model_dir: Pat
     assert config_of(recipe, TERMS, RUN_ID, RIGHTS, rollout_nodes=1).engines.placement.value == "ray"
 
 
-@pytest.mark.parametrize("provider", ["local", "subprocess"])
-def test_sandboxes_of_one_host_are_refused(provider: str) -> None:
-    recipe = RECIPE | {"sandbox": {"provider": provider}}
-    with pytest.raises(ConfigError, match=f"sandbox.provider {provider} has its sandboxes on one host"):
+def test_sandboxes_of_one_host_are_refused() -> None:
+    recipe = RECIPE | {"sandbox": {"provider": "local"}}
+    with pytest.raises(ConfigError, match=r"sandbox\.provider local has its sandboxes on one host"):
         config_of(recipe, TERMS, RUN_ID, RIGHTS, rollout_nodes=1)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from benches.orchestration import immediate_parts, prepare_directory, without_spans
+from benches.orchestration import AT_ONCE, immediate_parts, prepare_directory, without_spans
 
 from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.evaluation.graders.evaluator import Evaluator
@@ -23,7 +23,6 @@ from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.actors.runtime import InlineRuntime
-from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
@@ -97,7 +96,7 @@ async def opened(path: Path, tasks: Sequence[Task] = (), *, trains: bool = True)
             await replay.open_epoch(None)
         else:
             replay = await spawn(EvaluationRecords, name="records")
-        section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=12, evaluation_reserve=2))
+        section = AT_ONCE.model_copy(update={"pool": PoolConfig(max_live=12, evaluation_reserve=2)})
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
         parts: WorkerParts = immediate_parts(directory, replay, pool, evaluator)

@@ -6,7 +6,6 @@ import os
 import pickle
 import socket
 import struct
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ from headrace.sandboxes.linux.id_blocks import IdRanges
 from headrace.sandboxes.linux.processes import ProcessEntry, parse_stat, tree_of
 from headrace.sandboxes.linux.rootfs import MountRefused, check_target
 from headrace.sandboxes.linux.seccomp import filter_program
-from headrace.sandboxes.unprotected.mapped_paths import PathMap
 
 
 def test_renewed_deadlines_replace_old_ones() -> None:
@@ -165,22 +163,6 @@ def test_the_channel_refuses_invalid_data(garbage: bytes) -> None:
         right.receive()
     left.close()
     right.close()
-
-
-def test_paths_are_mapped_textually_in_both_directions() -> None:
-    paths = PathMap(Path("/tree"), ("workspace", "tmp"))
-    command = (
-        "cd /workspace && echo a>/workspace/b; ls '/tmp' /tmpx /usr/tmp ./workspace x/workspace /workspace-2 $A/tmp"
-    )
-    assert paths.text_to_real(command) == (
-        "cd /tree/workspace && echo a>/tree/workspace/b; "
-        "ls '/tree/tmp' /tmpx /usr/tmp ./workspace x/workspace /workspace-2 $A/tmp"
-    )
-    assert paths.to_short(b"at /tree/workspace/b") == b"at /workspace/b"
-    assert paths.real_path("/workspace/../tmp/x") == Path("/tree/tmp/x")
-    for outside in ("/etc/passwd", "/workspace/../etc/passwd", "workspace/x", "/"):
-        with pytest.raises(errors.SandboxFileError):
-            paths.real_path(outside)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

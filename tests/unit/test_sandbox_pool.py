@@ -1,9 +1,8 @@
-"""The pool over the real subprocess provider, and over one that fails on demand."""
+"""The pool over a simulated provider that fails on demand."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,17 @@ from headrace.sandboxes.base import Sandbox, SandboxId, SandboxInfo, SandboxRef,
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageUnknown, SandboxError, SandboxGone
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
-from headrace.sandboxes.unprotected.provider import SubprocessProvider
+from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 EVALUATION = {"purpose": "evaluate"}
 
 
-class Flaky(SubprocessProvider):
+class Flaky(SimulatedProvider):
     """A provider that raises the given errors first; a `gate` blocks creates until it is opened."""
 
-    def __init__(self, folder: Path, errors: list[SandboxError]) -> None:
-        super().__init__(folder)
-        self.errors = errors
+    def __init__(self) -> None:
+        super().__init__(SimulationConfig(boot_s=0.001, answer_s=0, images=("host",)))
+        self.errors: list[SandboxError] = []
         self.creates = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -36,12 +35,11 @@ class Flaky(SubprocessProvider):
 
 
 @pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[Flaky]:
-    async with Flaky(tmp_path, []) as provider:
-        yield provider
+async def provider() -> Flaky:
+    return Flaky()
 
 
-def pool_of(provider: SubprocessProvider, **settings: float) -> Pool:
+def pool_of(provider: Flaky, **settings: float) -> Pool:
     defaults = {"max_live": 4, "evaluation_reserve": 1, "retry_base_s": 0.001, "reconcile_every_s": 0.05}
     return Pool({"host": provider}, PoolConfig.model_validate({**defaults, **settings}))
 
@@ -51,7 +49,7 @@ async def leased(pool: Pool, *specs: SandboxSpec) -> list[SandboxRef]:
     return [result for result in results if isinstance(result, SandboxRef)]
 
 
-async def alive(provider: SubprocessProvider) -> set[SandboxId]:
+async def alive(provider: Flaky) -> set[SandboxId]:
     return {info.id for info in await provider.list()}
 
 

@@ -26,8 +26,6 @@ class SandboxKind(StrEnum):
     """Sandboxes on other hosts, through exec servers (`headrace sandbox serve`)."""
     SIMULATED = "simulated"
     """No real sandboxes: boots take time and fail as configured."""
-    SUBPROCESS = "subprocess"
-    """Plain processes on this host, without any protection."""
 
 
 class RemoteSection(Section):
@@ -37,14 +35,17 @@ class RemoteSection(Section):
     """File with the key shared by all servers, relative to the working directory."""
 
 
-_REMOVED: Final = {"oci": "local, remote or e2b"}
+_REMOVED: Final = {
+    "oci": "local, remote or e2b",
+    "subprocess": "local or, on a machine without namespaces, remote or e2b",
+}
 """Providers of older versions, and what replaces them."""
 
 
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
-    """Provider of the sandboxes: `local`, `remote`, `e2b`, `simulated`, `subprocess` (no protection), or one
-    from another package (docs/extending.md)."""
+    """Provider of the sandboxes: `local`, `remote`, `e2b`, `simulated`, or one from another package
+    (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a provider from another package."""
     local: LocalSandboxConfig = LocalSandboxConfig()

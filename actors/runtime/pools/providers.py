@@ -43,7 +43,6 @@ from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.remote.provider import RemoteProvider
 from headrace.sandboxes.simulated.attached import AttachedProvider
 from headrace.sandboxes.simulated.provider import SimulatedProvider
-from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 StartProvider: TypeAlias = Callable[[SandboxSection, RunDirectory], Awaitable[SandboxProvider]]
 
@@ -187,10 +186,6 @@ async def _remote(section: SandboxSection, _: RunDirectory) -> SandboxProvider:
     return provider
 
 
-async def _subprocess(_: SandboxSection, directory: RunDirectory) -> SandboxProvider:
-    return SubprocessProvider(label=run_label(directory.path))
-
-
 async def _e2b(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
     # Sandboxes of other runs of the same account are not this pool's.
     run = {"headrace_run": sandbox_owner(directory)}
@@ -215,7 +210,6 @@ PROVIDERS: Final[Registry[StartProvider]] = Registry(
         SandboxKind.REMOTE: _remote,
         SandboxKind.E2B: _e2b,
         SandboxKind.SIMULATED: _simulated,
-        SandboxKind.SUBPROCESS: _subprocess,
     },
     accept=_OfAnotherPackage,
 )
@@ -225,7 +219,6 @@ _ATTACHING: Final[Mapping[str, Callable[[], SandboxProvider]]] = {
     SandboxKind.REMOTE: _attaching_remote,
     SandboxKind.E2B: E2bProvider,
     SandboxKind.SIMULATED: AttachedProvider,
-    SandboxKind.SUBPROCESS: SubprocessProvider,
 }
 
 
@@ -250,8 +243,6 @@ def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None
             return
     for image, task in named.items():
         try:
-            if section.provider is SandboxKind.SUBPROCESS:
-                raise ImageUnknown(f"image {image!r}: sandbox.provider subprocess has only `host`")
             if available is None:
                 check_reference(image)
             elif image not in available:

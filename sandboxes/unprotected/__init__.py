@@ -1,1 +1,0 @@
-"""Provider that runs plain processes on the host, without protection."""
