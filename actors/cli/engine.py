@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from pydantic import ValidationError
 
-from headrace.actors.cli.listening import Host, Port
-from headrace.actors.cli.output import say
+from headrace.actors.cli.output import Host, Port, say
 from headrace.actors.errors import ConfigError, RunError
 
 if TYPE_CHECKING:

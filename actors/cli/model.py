@@ -20,7 +20,7 @@ from headrace.actors.cli.engine import (
     TensorParallel,
     server_process,
 )
-from headrace.actors.cli.listening import AddressFile, Host, IdleSeconds, KeyFile, Port
+from headrace.actors.cli.output import AddressFile, Host, IdleSeconds, KeyFile, Port
 
 model_app = typer.Typer(no_args_is_help=True, help="Serve helper models to environments and evaluators.")
 

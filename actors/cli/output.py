@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import orjson
 import typer
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from headrace.actors.engines.members_file import EngineStatus
+
+Host: TypeAlias = Annotated[
+    str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
+]
+Port: TypeAlias = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
+AddressFile: TypeAlias = Annotated[
+    Path | None, typer.Option(help='File to write {"url", "pid", ...} to once the server answers.')
+]
+IdleSeconds: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Seconds without a request after which it ends.")]
+KeyFile: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Private file with the key that each request must carry.")
+]
+
 
 EVERY_S = 5.0
 _PIPE_COLUMNS = 1000

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.actors.cli.listening import AddressFile, Host, IdleSeconds, KeyFile, Port
+from headrace.actors.cli.output import AddressFile, Host, IdleSeconds, KeyFile, Port
 
 __all__ = ["observe", "retriever_app"]
 

@@ -42,8 +42,7 @@ from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
 from headrace.policies.push.resuming import resume
 from headrace.policies.sglang.client import SGLangEngine
-from headrace.policies.sglang.transport import authorization
-from headrace.policies.transport_errors import reason
+from headrace.policies.sglang.transport import authorization, reason
 
 if TYPE_CHECKING:
     from headrace.actors.engines.pusher import Pusher

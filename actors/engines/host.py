@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import node_address
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.policies.errors import EngineUnavailable
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig

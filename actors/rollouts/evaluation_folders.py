@@ -34,9 +34,9 @@ from headrace.actors.rollouts.answers import (
 from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About
 from headrace.actors.runtime.actors.batching import Batcher
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.primitives.durable_files import publish_folder
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
 

@@ -23,10 +23,10 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.programs.agent import AgentSession
 from headrace.actors.runtime.actors.operations import until_back
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.actors.services.chat import ChatClient, NoChat
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.trajectories.breakdown import GATE
 from headrace.buffer.trajectories.types import RolloutOrder, Row, Trajectory, VersionSpan
 from headrace.policies.engine import Completion

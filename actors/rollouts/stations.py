@@ -30,7 +30,6 @@ from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.actors.operations import OperationCalls
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.pools.leases import Leases
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
@@ -40,6 +39,7 @@ from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.service import Services
 from headrace.buffer.core.source_names import source_name
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.parts import TaskLimits, least
 from headrace.buffer.tasks.task import OF_SERVICES, Task, TaskId, load_tasks
 from headrace.buffer.trajectories.breakdown import EVALUATE_CHECK

@@ -52,11 +52,10 @@ from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig, explain, of_record, recorded, resolve
-from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.progress import Progress, ProgressDisplay, starting
 from headrace.actors.run.service import Service
-from headrace.actors.run.sources import KEY
+from headrace.actors.run.sources import KEY, refuse_overlap
 from headrace.actors.run.summary import RunSummary, summarize
 from headrace.actors.runtime.actors.call_guard import guard, keep_running
 from headrace.actors.runtime.actors.interrupts import Interrupts

@@ -44,11 +44,11 @@ from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.actors.nodes import Process, this_process
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.recording import record
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.actors.runtime.version import RUNNING
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks.task import load_tasks
 from headrace.buffer.trajectories.types import GroupId, StepReport

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic import Field, model_validator
 
+from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.recipe_section import Section, overlaid
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.tasks.task import Task, TaskId, task_digest
 
 KEY: Final = "tasks.sources"
 OWN_TABLES: Final = ("agent", "environment", "sampling", "rollout", "buffer", "evaluation")
@@ -134,3 +137,25 @@ def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:
             "rollouts; raise share, buffer.batch_size or buffer.max_staleness, or lower group_size"
         )
     return None
+
+
+MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
+
+
+def refuse_overlap(
+    train: Sequence[Task], held_out: Sequence[Task], source: str, *, trained_by: str = "tasks.train"
+) -> None:
+    """Raise ConfigError with `source` (a key or an option) and the ids if any task is in both sets: if everything but
+    its id and family is equal. `trained_by` is the key of the training tasks."""
+    trained = {_problem(task) for task in train}
+    both = [task.id for task in held_out if _problem(task) in trained]
+    if both:
+        names = ", ".join(repr(task_id[:MAX_ID_CHARACTERS]) for task_id in both[:MAX_NAMED])
+        rest = f" and {len(both) - MAX_NAMED} more" if len(both) > MAX_NAMED else ""
+        raise ConfigError(
+            f"{source}: {len(both)} tasks are also in {trained_by} ({names}{rest}); remove them from one of the files"
+        )
+
+
+def _problem(task: Task) -> str:
+    return task_digest(replace(task, id=TaskId(""), family=""))

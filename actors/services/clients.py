@@ -16,7 +16,6 @@ from typing import Final, Self
 import aiohttp
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.services.calls import ServiceCalls
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.corpus import CorpusRefused, read_passages
@@ -24,6 +23,7 @@ from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.http import HttpHelperModel, HttpRetriever, HttpRewardServer
 from headrace.actors.services.registry import SERVICES, AnyService, OutsideService, ServiceParts
 from headrace.actors.services.service import HelperModel, Retriever, RewardServer, ServiceDown
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.primitives.registry import PartRefused
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.host.key_files import read_key

@@ -54,3 +54,14 @@ def _cut_circle(error: BaseException) -> None:
             return
         seen.append(link)
         link = link.__context__
+
+
+class ResourceOwner:
+    """Base of a class whose `__aenter__` pushes the resources that it opens onto `_stack`; exiting the context closes
+    them."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()

@@ -11,26 +11,27 @@ Invariants:
 
 from __future__ import annotations
 
+import random
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from headrace.policies.errors import CheckpointUnreadable
+from headrace.policies.learners.megatron_optimizer import MainOptimizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-
-from pathlib import Path
-
-from headrace.policies.errors import CheckpointUnreadable
-from headrace.policies.learners.megatron_optimizer import MainOptimizer
-from headrace.policies.learners.random_states import random_states, restore_random_states
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -123,3 +124,30 @@ def _sharded(model: GPTModel, optimizer: MainOptimizer, updates: int) -> dict[st
         for key in MOMENTS
     }
     return {"model": tensors, "moments": moments}
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all random generators in this process (Python's, numpy's, torch's, each GPU's, Megatron's),
+    as plain data and tensors. `restore_random_states(random_states())` does not change what is drawn next."""
+    version, words, gauss = random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "python": (version, list(words), gauss),
+        "numpy": of_numpy | {"state": {**of_numpy["state"], "key": of_numpy["state"]["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Restore the states. If the number of GPUs differs, the GPUs' generators keep their seeds."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(states["numpy"] | {"state": {**states["numpy"]["state"], "key": keys}})
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if states["megatron"]:
+        get_cuda_rng_tracker().set_states(states["megatron"])

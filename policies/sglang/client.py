@@ -104,7 +104,6 @@ class SGLangEngine:
         self._config = config
         self._known_dialect: Dialect | None = None
         self._pause_mode: PauseMode | None = None
-        self._released = False
         self._groups: set[str] = set()
 
     @property
@@ -276,22 +275,6 @@ class SGLangEngine:
     async def flush(self) -> None:
         """Flush all cached keys and values. Raises FlushRefused while requests are using any."""
         await self._transport.call("POST", "/flush_cache", {})
-
-    async def release_memory(self) -> None:
-        """Release the memory of weights and cache until `resume_memory`; their contents are lost. Raises RequestInvalid
-        if the engine was not paused by retract or abort: a server with running requests would crash."""
-        if self._released or self._pause_mode not in (PauseMode.RETRACT, PauseMode.ABORT):
-            raise RequestInvalid(f"{self.engine_id}: pause it by retract or abort, then release its memory once")
-        await self._transport.call("POST", "/release_memory_occupation", {})
-        self._released = True
-
-    async def resume_memory(self) -> None:
-        """Allocate the memory again; weights must be sent next. Raises RequestInvalid if this client did not release
-        it, because the server would crash."""
-        if not self._released:
-            raise RequestInvalid(f"{self.engine_id}: this client did not release its memory")
-        await self._transport.call("POST", "/resume_memory_occupation", {})
-        self._released = False
 
     async def checksums(self) -> dict[str, str]:
         """Return checksums, keyed by the server's own parameter names. SGLang's can only be compared among engines of

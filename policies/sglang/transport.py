@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
 import aiohttp
@@ -31,7 +32,6 @@ from headrace.policies.errors import (
     WeightsMixed,
 )
 from headrace.policies.sglang.replies import error_text, parse_object
-from headrace.policies.transport_errors import reason
 
 _TEXTS: Final[tuple[tuple[str, str, type[EngineRefused]], ...]] = (
     # First, since these texts repeat the schema, which may contain any of the others.
@@ -119,3 +119,15 @@ class Transport:
         if status >= 400:
             raise refusal(status, path, error_text(payload), self.engine_id)
         return payload
+
+
+def reason(error: BaseException) -> str:
+    """Return `Connection refused` rather than `ClientConnectorError(ConnectionKey(...), ...)`."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError):
+        # The errno of a failed name look-up is negative; the error of several failed addresses has none.
+        if cause.errno is not None and cause.errno > 0:
+            return os.strerror(cause.errno)
+        if cause.strerror:
+            return cause.strerror
+    return str(cause) or ("timed out" if isinstance(cause, TimeoutError) else type(cause).__name__)

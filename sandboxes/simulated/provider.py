@@ -121,8 +121,6 @@ class SimulatedCounts:
 
     create_times_s: list[float] = field(default_factory=list)
     """Arrival times of all creates, including those refused because of the rate limit."""
-    shed: int = 0
-    """Number of creates refused because of the rate limit."""
     born_by_key: Counter[str] = field(default_factory=Counter)
     """Number of sandboxes that started, by idempotency key."""
     killed: int = 0
@@ -203,7 +201,6 @@ class SimulatedProvider:
             if self._config.images is not None and spec.image not in self._config.images:
                 raise ImageUnknown(f"image {spec.image!r} is unknown on {self.name}")
             if self._bucket is not None and not self._bucket.take(asyncio.get_running_loop().time()):
-                self.counts.shed += 1
                 raise RateLimited(f"{self.name} sheds load", self._config.retry_after_s)
             if len(self._states) >= self._config.capacity:
                 raise CapacityExceeded(f"{self.name} is full", self._config.retry_after_s)

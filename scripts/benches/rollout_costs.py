@@ -26,9 +26,9 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 

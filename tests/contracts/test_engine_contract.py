@@ -660,28 +660,6 @@ async def test_the_client_loads_weights_from_shared_memory(wire: Wire, tiny_mode
     assert await greedy(wire) == pytest.approx(before, abs=1e-3)
 
 
-async def test_memory_is_released_only_during_a_pause(wire: Wire, tiny_model_dir: Path) -> None:
-    engine, before = client(wire), await greedy(wire)
-    for call in (engine.release_memory, engine.resume_memory):
-        with pytest.raises(RequestInvalid):
-            await call()
-    await engine.pause(PauseMode.RETRACT)
-    if not wire.genuine:
-        with pytest.raises(EngineRefused, match="release_memory_occupation is not supported"):
-            await engine.release_memory()
-        with pytest.raises(RequestInvalid):
-            await engine.resume_memory()
-        return
-    await engine.release_memory()
-    with pytest.raises(RequestInvalid):
-        await engine.release_memory()
-    await engine.resume_memory()
-    await engine.update_from_disk(tiny_model_dir, version=PolicyVersion(1, 0))
-    await engine.flush()
-    await engine.resume()
-    assert await greedy(wire) == pytest.approx(before, abs=1e-3)
-
-
 async def test_a_cancelled_generation_is_aborted(wire: Wire) -> None:
     engine = client(wire)
     request = GenerateRequest(request_id=RequestId("gone"), input_ids=(1,), max_new_tokens=1000)

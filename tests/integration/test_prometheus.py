@@ -19,11 +19,11 @@ from monitoring.dashboards import DASHBOARDS
 from monitoring.rules import ALERTS, RECORDINGS
 
 from headrace.actors.telemetry.prometheus import table
-from headrace.actors.telemetry.prometheus.app import exposition_app
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.verify import verify
 from support.loopback import on_loopback
 from support.run_rig import run_simulated
+from support.scrapes import exposition_app
 
 pytestmark = [
     pytest.mark.slow,

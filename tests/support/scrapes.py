@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from aiohttp import web
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.telemetry.prometheus.app import PATH, metrics_handler
 from headrace.actors.telemetry.prometheus.run_metrics import Exposition
 
 if TYPE_CHECKING:
@@ -48,3 +50,10 @@ def by_label(values: dict[Series, float], name: str, label: str) -> dict[str, fl
             key = dict(labels).get(label, "")
             found[key] = found.get(key, 0.0) + value
     return found
+
+
+def exposition_app(run_dir: Path) -> web.Application:
+    """Return an application that serves the metrics of the run in `run_dir` at `PATH`."""
+    app = web.Application()
+    app.router.add_get(PATH, metrics_handler(Exposition(RunDirectory.at(run_dir))))
+    return app

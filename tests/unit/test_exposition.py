@@ -30,10 +30,9 @@ from headrace.actors.record.files.running import FOLDER, RunningFile, RunningRol
 from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.prometheus import table
-from headrace.actors.telemetry.prometheus.app import PATH, exposition_app, metrics_handler
+from headrace.actors.telemetry.prometheus.app import PATH, metrics_handler
 from headrace.actors.telemetry.prometheus.counts import Counts
-from headrace.actors.telemetry.prometheus.records import NewestRecords
-from headrace.actors.telemetry.prometheus.run_metrics import OPENMETRICS, PLAIN, Exposition
+from headrace.actors.telemetry.prometheus.run_metrics import OPENMETRICS, PLAIN, Exposition, NewestRecords
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.ledger.store import ReplayStore
@@ -44,7 +43,7 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.serve.tracing.retention import RetentionConfig, older_files
 from support import replay_cases as cases
 from support.ledger_life import BROKE
-from support.scrapes import by_label, fresh, lasting, samples_of, scraped
+from support.scrapes import by_label, exposition_app, fresh, lasting, samples_of, scraped
 from support.striking import Moment
 
 if TYPE_CHECKING:

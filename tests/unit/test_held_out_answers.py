@@ -29,7 +29,7 @@ from headrace.actors.rollouts.evaluation_folders import (
 )
 from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
-from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.run.sources import refuse_overlap
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause, RolloutId

@@ -12,8 +12,7 @@ import torch
 
 from headrace.policies.learners.micro_batches import collate, weighted_rows
 from headrace.policies.learners.objectives.config import ObjectiveConfig
-from headrace.policies.learners.objectives.loss import Objective, trajectory_weights, weighted_loss
-from headrace.policies.learners.objectives.regularizers import kl_estimate
+from headrace.policies.learners.objectives.loss import Objective, kl_estimate, trajectory_weights, weighted_loss
 from headrace.policies.learners.objectives.tokens import TrainedTokens
 from support.objective_cases import SETTINGS, logprobs_of, make_batch, make_row, objective_of, random_tokens, reinforce
 

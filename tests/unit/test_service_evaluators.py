@@ -15,9 +15,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.by_service.judge import judge_prompt
+from headrace.actors.evaluation.by_service.judge import judge_prompt, last_score
 from headrace.actors.evaluation.by_service.scoring import check_service_evaluators, score_by_service
-from headrace.actors.evaluation.by_service.votes import last_score
 from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
     EpisodeRecord,

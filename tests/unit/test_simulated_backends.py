@@ -17,7 +17,7 @@ from headrace.actors.agents.programs.simulated import SimulatedAgent, SimulatedA
 from headrace.actors.evaluation.graders.evaluator import simulated_verdict
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest
 from headrace.actors.rollouts.sessions import SimulatedSession
-from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.run.sources import refuse_overlap
 from headrace.actors.runtime.simulated import engines
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup

@@ -10,8 +10,7 @@ import pytest
 
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown
-from headrace.policies.sglang.transport import Transport
-from headrace.policies.transport_errors import reason
+from headrace.policies.sglang.transport import Transport, reason
 from headrace.serve.gateway.errors import GatewayUnreachable
 from headrace.serve.gateway.http.client import GatewayClient
 

@@ -22,7 +22,7 @@ from typing import Final, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.by_service.votes import vote_seed
+from headrace.actors.evaluation.by_service.judge import vote_seed
 from headrace.actors.evaluation.graders.rewards import Judgement
 from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import Services

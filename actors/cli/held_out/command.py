@@ -38,10 +38,10 @@ from headrace.actors.run.launch import (
     telling_warnings,
     watch,
 )
-from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.parts import evaluation_sampling, recipe_digest
 from headrace.actors.run.progress import starting
 from headrace.actors.run.sections import ModelSection
+from headrace.actors.run.sources import refuse_overlap
 from headrace.actors.runtime.actors.interrupts import Interrupts
 from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.runtime.actors.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray

@@ -27,8 +27,8 @@ from headrace.actors.run.progress_signs import signs_of, stall_detector, work_cl
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_of
 from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.actors.operations import until_back
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import Runtime
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learner import WeightsSnapshot
 

@@ -25,8 +25,7 @@ from headrace.actors.cluster.runs.records import Caller, Role, RunId
 from headrace.actors.telemetry.page.access import HEADERS
 from headrace.actors.telemetry.page.login import Secret, local_path, login_form
 from headrace.actors.telemetry.page.page_processes import PageAnswer, PageRequest
-from headrace.actors.telemetry.page.rendering import make_environment
-from headrace.actors.telemetry.page.static_files import static_files
+from headrace.actors.telemetry.page.rendering import make_environment, static_files
 
 if TYPE_CHECKING:
     from fastapi import Request

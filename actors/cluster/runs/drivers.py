@@ -35,14 +35,12 @@ from headrace.actors.cluster.runs.sweep import sweep_unowned
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.absences import read_absences
 from headrace.actors.run.restarts import RestartPolicy, saved_step
-from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 
 TEND_S: Final = 2.0
 """Interval between two looks at the queue."""
 NODES_S: Final = 10.0
 """Interval between two looks at the nodes."""
-AGENT_START_S: Final = 60.0
-"""Time limit for the agent of a node to start; the node may be lost meanwhile."""
 SWEEP_S: Final = 60.0
 """Interval between two removals of what no run owns."""
 PLACED_S: Final = 5.0

@@ -59,13 +59,13 @@ from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.operations import ABSENCE
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, end_actor, namespace_of
 from headrace.actors.runtime.version import RUNNING, installed
 from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall, Weights
 from headrace.buffer.primitives.durable_files import replace_file
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 
 READY_S: Final = 10.0
 """Time limit for a service to report whether it is ready."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
+import zlib
 from dataclasses import dataclass, replace
 from typing import Final
 
-from headrace.actors.evaluation.by_service.votes import last_score, vote_seed
 from headrace.actors.evaluation.graders.verdict import (
     EpisodeRecord,
     EvaluationRequest,
@@ -120,3 +121,18 @@ def judge_prompt(request: EvaluationRequest, episode: EpisodeRecord, judge: Judg
     except ValueError as error:
         raise EvaluatorFault(f"evaluator.judge.template: {error}") from error
     return text
+
+
+_BOXED: Final = re.compile(r"\\boxed\{\s*([+-]?\d{1,12}(?:\.\d{1,12})?)\s*\}")
+
+
+def vote_seed(subject: str, vote: int) -> int:
+    """Return the seed of a vote, which depends on what is judged and on the vote's number alone."""
+    return zlib.crc32(subject.encode()) % (1 << 20) * 1000 + vote
+
+
+def last_score(text: str, lowest: float, highest: float) -> float | None:
+    r"""Return the last number in a `\boxed{}`, or None if there is none or it is out of range. The last one, since a
+    judge may quote what the agent wrote before it decides."""
+    found = _BOXED.findall(text)
+    return float(found[-1]) if found and lowest <= float(found[-1]) <= highest else None

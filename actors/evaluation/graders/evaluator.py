@@ -22,11 +22,11 @@ from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import PartClock, add_part, in_part, part_clock
 from headrace.actors.runtime.actors.batching import Batcher
 from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.leases import LEASE_S, Leases, lease_attributes
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
 from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
 from headrace.buffer.trajectories.breakdown import (
     EVALUATE_BOOT,

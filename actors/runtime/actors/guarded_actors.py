@@ -17,8 +17,8 @@ from headrace.actors.errors import first_cause
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.actors.call_guard import guard
 from headrace.actors.runtime.actors.nodes import Bundle
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.actors.runtime import PLAIN, Resources, Runtime
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 
 R = TypeVar("R")
 

@@ -24,7 +24,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_ra
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.files.logs import leave_rollout
 from headrace.actors.runtime.actors.batching import DEFAULT_WINDOW_S, TOGETHER_S, settle
-from headrace.actors.runtime.actors.resources import ResourceOwner
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 
 Q = TypeVar("Q")

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.gateway import Gateway, GatewayStats

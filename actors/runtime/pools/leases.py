@@ -19,9 +19,9 @@ from opentelemetry.util.types import AttributeValue
 from headrace.actors.errors import ActorGone
 from headrace.actors.runtime.actors.batching import Batcher
 from headrace.actors.runtime.actors.operations import OperationCalls, until_back
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.providers import attaching_provider
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxProvider, SandboxRef
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, Lease, LeaseRequest
 from headrace.serve.tracing import span_names

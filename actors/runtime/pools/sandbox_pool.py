@@ -16,9 +16,9 @@ from typing import Self
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, Operations, Results
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.providers import start_hosts
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider

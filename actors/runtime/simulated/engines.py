@@ -24,8 +24,8 @@ from headrace.actors.record.files.metrics import UNRECORDED, MetricsWriter, Simu
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.recording import record
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.primitives.slowdowns import Slowdowns, SlowKind
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final, Self
 
 from headrace.actors.errors import ConfigError, RunMissing
-from headrace.actors.runtime.actors.resources import ResourceOwner
 from headrace.actors.telemetry.page.server import ObserveOptions, page_server
 from headrace.actors.telemetry.spans.exporting import FOLDER, TraceExport
 from headrace.actors.telemetry.spans.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.daemon_thread import start_in_thread
+from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
 PAGE: Final = "page.json"

@@ -28,10 +28,9 @@ from headrace.actors.telemetry.page.changes import Changes, ChangeWatch
 from headrace.actors.telemetry.page.computed import Busy
 from headrace.actors.telemetry.page.login import TOKEN, local_path, login_form
 from headrace.actors.telemetry.page.reader import RunReader
-from headrace.actors.telemetry.page.rendering import make_environment
+from headrace.actors.telemetry.page.rendering import make_environment, static_files
 from headrace.actors.telemetry.page.rollout_reading import RolloutUnknown
 from headrace.actors.telemetry.page.slow_verdicts import Explained
-from headrace.actors.telemetry.page.static_files import static_files
 from headrace.actors.telemetry.slow.waterfall_html import waterfall_fragment
 from headrace.buffer.errors import ReplayError
 

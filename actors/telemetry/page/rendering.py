@@ -7,7 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import math
+import mimetypes
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -16,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from headrace.actors.telemetry.page.text import MAX_NAME, name, shown
+from headrace.actors.telemetry.slow.waterfall_html import STYLE
 
 HERE: Final = Path(__file__).parent
 NOTHING: Final = "\u2013"
@@ -111,3 +114,12 @@ def label(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def static_files() -> dict[str, tuple[bytes, str, str]]:
+    """Return content, type and digest of the files of the page, by name."""
+    files = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()} | {"waterfall.css": STYLE.encode()}
+    return {
+        name: (body, mimetypes.guess_type(name)[0] or "text/plain", hashlib.sha256(body).hexdigest()[:32])
+        for name, body in files.items()
+    }

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Final
 
 from aiohttp import web
 
-from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.telemetry.prometheus.run_metrics import OPENMETRICS, PLAIN, Exposition, prefers_openmetrics
 
 PATH: Final = "/metrics"
@@ -49,10 +47,3 @@ def metrics_handler(
         return web.Response(body=body, headers={"Content-Type": OPENMETRICS if openmetrics else PLAIN})
 
     return metrics
-
-
-def exposition_app(run_dir: Path) -> web.Application:
-    """Return an application that serves the metrics of the run in `run_dir` at `PATH`."""
-    app = web.Application()
-    app.router.add_get(PATH, metrics_handler(Exposition(RunDirectory.at(run_dir))))
-    return app

@@ -12,18 +12,23 @@ Invariants:
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
+
+from headrace.actors.record.files.running import FEW
 from headrace.actors.telemetry.prometheus import table
 from headrace.actors.telemetry.prometheus.attempts import (
     EVALUATION,
     TRAIN,
     UNMEASURED,
+    EndedAttempt,
+    breakdown_of,
     count_description,
     count_end,
 )
@@ -39,16 +44,66 @@ from headrace.actors.telemetry.prometheus.ledger_rows import (
     training_attempts,
 )
 from headrace.actors.telemetry.prometheus.steps import StepCounts
-from headrace.actors.telemetry.prometheus.typical import TypicalTimes
-from headrace.actors.telemetry.prometheus.waste import WASTED, count_waste
 from headrace.buffer.audit.joined_rows import JoinedRows
-from headrace.buffer.core.records import FINAL
+from headrace.buffer.core.records import FINAL, RolloutState
 from headrace.buffer.ledger.archive import next_numbers
 from headrace.buffer.trajectories.breakdown import PARTS
 from headrace.buffer.trajectories.types import Cause
 
 GROUPS_AT_ONCE: Final = 512
 ATTEMPTS_AT_ONCE: Final = 512
+_REPEATED: Final = (Cause.INFRA, Cause.EVALUATOR, Cause.POISON, Cause.CANCELLED)
+WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)
+"""Reasons for which an attempt was not trained."""
+TASKS: Final = 2048
+"""Number of tasks whose durations are remembered; those that ended longest ago are forgotten first."""
+OF_A_TASK: Final = 64
+OF_ALL: Final = 4096
+
+
+class TypicalTimes:
+    """Durations of the newest attempts that ended with a reward, in bounded memory: by task, and of all."""
+
+    def __init__(self) -> None:
+        self._by_task: OrderedDict[str, deque[float]] = OrderedDict()
+        self._all: deque[float] = deque(maxlen=OF_ALL)
+
+    def add(self, task: str, seconds: float) -> None:
+        """Add an attempt."""
+        of_task = self._by_task.pop(task, None) or deque(maxlen=OF_A_TASK)
+        of_task.append(seconds)
+        self._by_task[task] = of_task
+        if len(self._by_task) > TASKS:
+            self._by_task.popitem(last=False)
+        self._all.append(seconds)
+
+    def p95_s(self, task: str) -> float | None:
+        """Return the 95th percentile of a task; that of all attempts if fewer than `FEW` of the task are known; None
+        before the first attempt."""
+        known = self._by_task.get(task, ())
+        chosen = known if len(known) >= FEW else self._all
+        return float(np.quantile(chosen, 0.95)) if chosen else None
+
+
+def count_waste(counts: Counts, rows: JoinedRows, ended: Mapping[str, tuple[str, int]]) -> None:
+    """Count the attempts of rollouts that were not trained. `ended` has the state and the last attempt of rollouts that
+    can no longer change."""
+    columns = ("rollout_id", "attempt", "cause", "breakdown")
+    for rollout_id, number, cause, breakdown in rows.select(
+        "attempts", columns, where=f"rollout_id {IN_JSON}", values=(json_of(ended),)
+    ):
+        state, last = ended[rollout_id]
+        if number == last and state == RolloutState.TRAINED:
+            continue
+        # An earlier attempt failed, was cancelled, or had a result that became too stale.
+        reason = state if number == last else cause if cause in _REPEATED else RolloutState.EVICTED
+        parts, labels = breakdown_of(breakdown)
+        attempt = EndedAttempt(
+            purpose=TRAIN, cause=cause or "", ended_at_s=0.0, duration_s=0.0, parts_s=parts, labels=labels
+        )
+        counts.add(table.WASTED_ATTEMPTS, reason)
+        counts.add(table.WASTED_TOKENS, reason, by=attempt.number("sampled_tokens"))
+        counts.add(table.WASTED_SANDBOX_S, reason, by=attempt.sandbox_s)
 
 
 @dataclass(slots=True)

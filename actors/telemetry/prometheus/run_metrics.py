@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+import orjson
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
@@ -32,10 +34,34 @@ from headrace.actors.telemetry.prometheus.gauges import (
     add_running,
 )
 from headrace.actors.telemetry.prometheus.ledger_reader import LedgerReader
-from headrace.actors.telemetry.prometheus.records import NewestRecords
+from headrace.serve.tracing.retention import Tail
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+
+class NewestRecords:
+    """Newest record of each of some kinds in a run's `metrics.jsonl`, read as they are written. A line that is not a
+    record is counted in `bad_lines` and skipped. Of the older files only the newest is read at first: gauges need the
+    newest records, and a run may keep a gigabyte."""
+
+    def __init__(self, path: Path, kinds: Collection[str]) -> None:
+        self._tail, self._kinds = Tail(path, newest=2), frozenset(kinds)
+        self.newest: dict[str, dict[str, Any]] = {}
+        self.bad_lines = 0
+
+    def update(self) -> None:
+        """Read what was written since the last call; at first, the newest two files. Raises OSError."""
+        for line in self._tail.lines():
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                record = None
+            if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+                self.bad_lines += 1
+            elif record["kind"] in self._kinds:
+                self.newest[record["kind"]] = record
+
 
 logger = logging.getLogger(__name__)
 

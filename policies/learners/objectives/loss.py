@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from headrace.policies.learners.objectives.config import ObjectiveConfig
-from headrace.policies.learners.objectives.correction import correction_weights
-from headrace.policies.learners.objectives.regularizers import kl_estimate
 from headrace.policies.learners.objectives.token_sums import TokenSums
 from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+K3_BOUND = 10.0
+_FAR = 20.0
+"""Log ratio beyond which k3 exceeds its bound in any case; limited to it, its exponential cannot overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +81,40 @@ def weighted_loss(
         loss = loss - config.entropy_coef * (tokens.entropies_N * weights_N).sum()
     sums = {name: float(values_N.detach().sum()) for name, values_N in metrics.items()}
     return loss, TokenSums(tokens=len(tokens.logprobs_N), sums=sums)
+
+
+def correction_weights(tokens: TrainedTokens, config: ObjectiveConfig) -> Tensor | None:
+    """Return the factor of each token's policy loss, the off-policy correction, of shape N and without gradient; None
+    if all are 1.
+
+    `icepop` is 1 where the token's ratio is from weight_floor to weight_cap and 0 elsewhere (arXiv 2510.18855, with the
+    ratio itself inside the objective). `weights` is the truncated ratio, TIS. `sequence_mask` is 0 for the tokens of a
+    row with a negative advantage and a mean log(behaviour / current) above it (DeepSeek-V3.2, arXiv 2512.02556)."""
+    log_ratio_N = tokens.log_ratios_N()
+    ratio_N = log_ratio_N.exp()
+    weight_N = None
+    if config.correction == "icepop":
+        weight_N = ((ratio_N >= config.weight_floor) & (ratio_N <= config.weight_cap)).to(ratio_N.dtype)
+    elif config.correction == "weights":
+        weight_N = ratio_N.clamp(max=config.weight_cap)
+    if config.sequence_mask is not None:
+        far_N = tokens.row_means_N(-log_ratio_N) > config.sequence_mask
+        kept_N = ~(far_N & (tokens.advantages_N < 0))
+        weight_N = kept_N * (torch.ones_like(ratio_N) if weight_N is None else weight_N)
+    return weight_N
+
+
+def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Return an estimate of KL(current || reference) for each token, with gradient to `logprobs_N`.
+
+    With d = log(reference / current): k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d
+    (http://joschu.net/blog/kl-approx.html), which GRPO uses (arXiv 2402.03300, equation 4). k3 is clamped to 10, beyond
+    which it has no gradient. For tokens of the current policy, the mean gradient of k2 is that of the divergence, that
+    of k1 is 0, and that of k3 is that of KL(reference || current) (arXiv 2506.09477)."""
+    d_N = reference_logprobs_N - logprobs_N
+    if kind == "k1":
+        return -d_N
+    if kind == "k2":
+        return d_N.square() / 2
+    d_N = d_N.clamp(-_FAR, _FAR)
+    return (d_N.expm1() - d_N).clamp(max=K3_BOUND)

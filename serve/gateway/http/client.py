@@ -15,7 +15,7 @@ from typing import Self
 import aiohttp
 import orjson
 
-from headrace.policies.transport_errors import reason
+from headrace.policies.sglang.transport import reason
 from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.errors import GatewayUnreachable, SessionUnknown

@@ -47,8 +47,7 @@ from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 from headrace.serve.gateway.http.sessions import SessionTable
 from headrace.serve.gateway.http.turns import Turns
 from headrace.serve.gateway.parsing.parser_choice import choose_parser
-from headrace.serve.gateway.rendering.large_blocks import return_large_blocks
-from headrace.serve.gateway.rendering.processes import RenderProcesses
+from headrace.serve.gateway.rendering.processes import RenderProcesses, return_large_blocks
 from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.render_thread import RenderThread
 from headrace.serve.gateway.rendering.template_renderer import load_renderer

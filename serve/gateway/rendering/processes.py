@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -32,7 +33,6 @@ from typing import Any, Final, TypeVar
 
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.serve.gateway.errors import BadRequest, GatewayBroken
-from headrace.serve.gateway.rendering.large_blocks import return_large_blocks
 from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from headrace.serve.gateway.rendering.work import Work
@@ -45,10 +45,23 @@ WALL_FACTOR: Final = 20
 START_S: Final = 120.0
 MAX_OWNERS: Final = 4096
 """Owners whose time is remembered; the times of all others are forgotten when there are more."""
+LARGE_BYTES: Final = 1 << 20
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
 _HEAD: Final = 8
 _PROGRAM: Final = f"import sys; from {__name__} import main; main(sys.argv[1:])"
 
 T = TypeVar("T")
+
+
+def return_large_blocks() -> None:
+    """Let the C library of this process return each block of `LARGE_BYTES` to the system when it is freed. Otherwise it
+    keeps such blocks once it has seen one (mallopt(3), M_MMAP_THRESHOLD), and small ones that are left between them
+    keep hundreds of megabytes. Other libraries than glibc have no such setting."""
+    with suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(_TRIM_THRESHOLD, LARGE_BYTES)
 
 
 @dataclass(slots=True, eq=False)
