@@ -160,4 +160,5 @@ def _snapshot_of(record: dict[str, Any]) -> WeightsSnapshot:
 def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(orjson.JSONDecodeError):
-            yield orjson.loads(line)
+            if isinstance(record := orjson.loads(line), dict):
+                yield record

@@ -18,7 +18,7 @@ import select
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
@@ -87,7 +87,7 @@ class RestartLoop:
         self._policy, self._say, self._saved_step, self._lacks_space = policy, say, saved_step, lacks_space
         self._interrupted = 0
         """Number of the signal that interrupted the loop; 0 if there was none."""
-        # A pipe, because the code that the signal interrupted may hold the lock of a threading.Event.
+        # The interpreter writes to this pipe: a handler runs only after a system call that its signal came just before.
         self._wakes, self._wake = -1, -1
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -123,17 +123,17 @@ class RestartLoop:
 
         def interrupted(number: int, _: FrameType | None) -> None:
             self._interrupted = number
-            with suppress(BlockingIOError):
-                os.write(self._wake, b"!")
             if self._child is not None and self._child.poll() is None:
                 self._child.send_signal(number)
 
         self._wakes, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        woken = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         before = {number: signal.signal(number, interrupted) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(woken)
             os.close(self._wakes)
             os.close(self._wake)

@@ -13,7 +13,7 @@ from typing import Final
 from headrace.actors.errors import RunError
 from headrace.actors.record.storage.incarnation import FenceConfig, Incarnation
 
-QUICK: Final = FenceConfig(renew_s=0.2, end_after_s=3.0, takeover_s=4.0, margin_s=0.5)
+QUICK: Final = FenceConfig(renew_s=0.2, end_after_s=3.0, takeover_s=8.5, margin_s=5.0)
 
 
 async def hold(storage: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from headrace.actors.errors import RunFenced
 from headrace.actors.record.storage.incarnation import FenceConfig, Incarnation
 
-QUICK: Final = FenceConfig(renew_s=0.01, end_after_s=0.1, takeover_s=0.2, margin_s=0.05)
+QUICK: Final = FenceConfig(renew_s=0.1, end_after_s=2.0, takeover_s=2.5, margin_s=0.3)
 OPERATIONS: Final = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.link"})
 
 
