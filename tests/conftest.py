@@ -30,7 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 WHOLE = ("integration", "faults")
-"""Folders of which scripts/test runs only what is marked `core`; scripts/test --all runs all of it."""
+"""Folders of which scripts/test runs only what is marked `core`; of the others it leaves out what is marked `whole`."""
 LONGEST_TMPDIR = 40
 """Bytes of a path below which Ray's sockets and those of sandboxes have room."""
 
@@ -72,9 +72,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not even import files that have no test of this part: what they import takes seconds."""
     if config.option.part is None or not collection_path.name.startswith("test_"):
         return None
-    if collection_path.parent.name not in WHOLE:
-        return config.option.part == "rest" or None
-    return (config.option.part == "core" and "mark.core" not in collection_path.read_text(encoding="utf-8")) or None
+    elsewhere = (config.option.part == "core") == (collection_path.parent.name in WHOLE)
+    mark = f"mark.{'core' if config.option.part == 'core' else 'whole'}"
+    return (elsewhere and mark not in collection_path.read_text(encoding="utf-8")) or None
 
 
 def pytest_collection_finish() -> None:
@@ -83,16 +83,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def keep_first(items: list[pytest.Item]) -> None:
+    """Take marks with `but_first` from the first parametrisation of a test."""
+    seen: set[str] = set()
+    for item in items:
+        if (test := item.nodeid.partition("[")[0]) not in seen:
+            seen.add(test)
+            item.own_markers[:] = [mark for mark in item.own_markers if not mark.kwargs.get("but_first")]
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Group the tests for several workers (`--dist loadgroup`): a file's tests share a worker. The files that read the
     finished run share one, and the others that use Ray another, so that a test run starts Ray twice. Those come first,
     with the groups that files name themselves: they take longest."""
+    keep_first(items)
     if config.option.part is not None:
         parts: dict[str, list[pytest.Item]] = {"core": [], "rest": []}
         for item in items:
-            whole = item.path.parent.name in WHOLE and item.get_closest_marker("core") is None
-            parts["rest" if whole else "core"].append(item)
+            is_core = item.get_closest_marker("core") is not None or item.path.parent.name not in WHOLE
+            parts["core" if is_core and item.get_closest_marker("whole") is None else "rest"].append(item)
         items[:] = parts.pop(config.option.part)
         config.hook.pytest_deselected(items=[item for others in parts.values() for item in others])
     lanes: dict[Path, str] = {}

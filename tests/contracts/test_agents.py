@@ -18,7 +18,7 @@ from headrace.actors.agents.programs.qwen_code import QwenCode
 from headrace.serve.gateway.capture.events import Exhausted
 from support import agent_rig as rigs
 
-pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
+pytestmark = [pytest.mark.whole, pytest.mark.agents, pytest.mark.namespaces]
 
 
 @dataclass
@@ -168,6 +168,7 @@ EOF"""
         await ran.check_quiet()
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("mode", list(MiniMode))
 async def test_mini_swe_agent_fixes_the_task(model: Model, mode: MiniMode) -> None:
     rigs.needs("mini-swe-agent")

@@ -17,7 +17,7 @@ from headrace.sandboxes.errors import SandboxGone
 from headrace.serve.gateway.capture.events import Exhausted
 from support import agent_rig as rigs
 
-pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
+pytestmark = [pytest.mark.whole, pytest.mark.agents, pytest.mark.namespaces]
 SLOW = ("qwen-code", "opencode")
 START_S = {"claude-code": 3, "codex": 3, "mini-swe-agent": 8, "qwen-code": 15, "opencode": 15}
 """Each has begun its first turn by then."""

@@ -12,7 +12,7 @@ from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.buffer.trajectories.types import Cause
 from support import agent_rig as rigs
 
-pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
+pytestmark = [pytest.mark.whole, pytest.mark.agents, pytest.mark.namespaces]
 PATIENCE_S = {"claude-code": 8, "codex": 8, "mini-swe-agent": 20, "qwen-code": 40, "opencode": 40}
 """None has given up by then, and each has started."""
 SLOW = ("qwen-code", "opencode")

@@ -32,7 +32,7 @@ from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
 
-pytestmark = pytest.mark.namespaces
+pytestmark = [pytest.mark.whole, pytest.mark.namespaces]
 TASK = Task(id=TaskId("t"), family="f", instruction="do it", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
 LOOK = """
 cat > /tmp/look.py <<'EOF'

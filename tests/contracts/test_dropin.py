@@ -233,6 +233,7 @@ async def test_a_create_waits_until_there_is_capacity(client: Client) -> None:
     await client.output(await waiting, "true")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("url", [(LEASE_S, "")], indirect=True)
 async def test_containers_of_a_killed_client_are_reaped(client: Client, local: LocalProvider) -> None:
     program = f"""

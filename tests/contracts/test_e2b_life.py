@@ -346,6 +346,7 @@ async def test_many_sandboxes_run_concurrently(wire: Callable[..., Any], count: 
         assert await local.list() == []
 
 
+@pytest.mark.whole
 def test_the_program_shuts_down_on_a_signal(tmp_path: Path) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     write_private(tmp_path / "keys", b"a:key-a\n")
@@ -378,6 +379,7 @@ async def stream_until_the_end(url: str, process: subprocess.Popen[str]) -> None
                 await reply.content.read()
 
 
+@pytest.mark.whole
 async def test_a_server_recovers_the_sandboxes_of_its_killed_predecessor(
     tmp_path: Path, wire: Callable[..., Any]
 ) -> None:
@@ -402,6 +404,7 @@ async def test_a_server_recovers_the_sandboxes_of_its_killed_predecessor(
         await server.wait()
 
 
+@pytest.mark.whole
 def test_invalid_options_print_one_line_and_exit_with_code_2(tmp_path: Path) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     (tmp_path / "bad.toml").write_text("a = {b = 1}\n")
@@ -413,6 +416,7 @@ def test_invalid_options_print_one_line_and_exit_with_code_2(tmp_path: Path) -> 
         assert options[0] in done.stderr
 
 
+@pytest.mark.whole
 def test_the_demo_ends_with_a_reward() -> None:
     script = Path(__file__).resolve().parents[2] / "scripts" / "demo_e2b"
     done = subprocess.run([script], capture_output=True, text=True, check=False, timeout=100)

@@ -66,7 +66,15 @@ def old_sdk() -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["newest-async", "newest-sync", "2.25.1-async", "2.25.1-sync"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "newest-sync",
+        pytest.param("newest-async", marks=pytest.mark.whole),
+        pytest.param("2.25.1-sync", marks=pytest.mark.whole),
+        pytest.param("2.25.1-async", marks=pytest.mark.slow),
+    ],
+)
 def results(request: pytest.FixtureRequest, server_url: str) -> tuple[str, dict[str, Any]]:
     sdk, _, mode = request.param.rpartition("-")
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -198,6 +198,7 @@ class Errors:
             assert max(self.clean) <= BFLOAT16_MAX
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.ABORT])
 async def test_each_token_is_sampled_by_the_version_of_its_span(
     rig: Rig, mode: PauseMode, record_property: Callable[[str, object], None]

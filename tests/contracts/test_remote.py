@@ -479,6 +479,7 @@ async def child(*options: str) -> AsyncIterator[tuple[subprocess.Popen[str], str
             await asyncio.to_thread(process.wait, 60)
 
 
+@pytest.mark.whole
 async def test_a_server_recovers_sandboxes_after_its_predecessor_was_killed(tmp_path: Path) -> None:
     options = ("--api", "exec,dropin", "--state", str(tmp_path / "state"))
     async with child(*options) as (first, url), aiohttp.ClientSession() as http:
@@ -506,6 +507,7 @@ async def test_a_server_recovers_sandboxes_after_its_predecessor_was_killed(tmp_
             await remote.aclose()
 
 
+@pytest.mark.whole
 async def test_a_dead_host_receives_no_requests_until_it_recovers() -> None:
     async with child("--api", "exec") as (dying, a), child("--api", "exec") as (_, b):
         hosts = ("--host-url", a, "--host-url", b)
@@ -542,6 +544,7 @@ async def answers(sandbox: Sandbox) -> bool:
         return False
 
 
+@pytest.mark.whole
 async def test_frozen_data_is_mounted_on_its_own_host_only() -> None:
     from headrace.sandboxes.base import FrozenMount
 
@@ -557,6 +560,7 @@ async def test_frozen_data_is_mounted_on_its_own_host_only() -> None:
                 assert await output(checker, "cat /frozen/file") == str(number)
 
 
+@pytest.mark.whole
 async def test_all_three_apis_work_with_remote_hosts(wire: Callable[..., Any]) -> None:
     async with child("--api", "exec") as (_, a), child("--host-url", a) as (_, url), aiohttp.ClientSession() as http:
         box = await wire(url).create()
@@ -573,6 +577,7 @@ async def test_all_three_apis_work_with_remote_hosts(wire: Callable[..., Any]) -
         assert await counts(a, url) == [1, 0]
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize(
     ("options", "exit_code"),
     [

@@ -69,7 +69,9 @@ E2B_LACKS = {
 """Parts of the contract that E2B's API cannot fulfil."""
 
 
-@pytest.fixture(params=["local", "remote", "e2b"])
+@pytest.fixture(
+    params=["local", pytest.param("remote", marks=pytest.mark.whole), pytest.param("e2b", marks=pytest.mark.whole)]
+)
 async def provider(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[SandboxProvider]:

@@ -212,6 +212,7 @@ def assert_whole(directory: RunDirectory) -> None:
     assert sandboxes_left(directory.path) == 0
 
 
+@pytest.mark.core
 def test_a_killed_driver_leaves_nothing_behind_and_the_run_resumes(tmp_path: Path) -> None:
     # Three more steps fit before the next checkpoint, for a learner that outlives its driver by a moment.
     """F10."""

@@ -45,6 +45,7 @@ print("all")
 """
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("pids", "succeeds"), [(64, False), (400, True)])
 async def test_a_fork_bomb_cannot_exceed_the_process_limit(
     provider: LocalProvider, pids: int, *, succeeds: bool
@@ -130,6 +131,7 @@ while True:
 """
 
 
+@pytest.mark.core
 async def test_a_folder_swapped_for_a_link_during_transfers_gives_no_access(
     provider: LocalProvider, tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ async def test_the_clock_cannot_be_set(provider: LocalProvider) -> None:
     assert abs(time.time() - float((await python(sandbox, "import time\nprint(time.time())")).stdout)) < 60
 
 
+@pytest.mark.core
 def test_every_documented_attack_has_its_test() -> None:
     """docs/attacks.md names a test for each row; the test must exist under that name."""
     rows = re.findall(r"^\| ([^|]+) \| `([^`]+)::(\w+)`", (ROOT / "docs/attacks.md").read_text(), re.MULTILINE)

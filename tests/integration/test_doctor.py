@@ -14,6 +14,8 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.linux.host_limits import read_host
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.namespaces
 def test_doctor_prints_a_complete_table_to_standard_output() -> None:

@@ -65,6 +65,8 @@ from support.gateway_rig import (
 )
 from support.scripted_engine import Ask, Fault, check_exact
 
+pytestmark = pytest.mark.core
+
 LS = Lines("ls")
 
 

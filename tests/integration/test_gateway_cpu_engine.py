@@ -67,6 +67,7 @@ async def converse(http: aiohttp.ClientSession, base_url: str, turns: int) -> No
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"output {turn}"}]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("token_kinds", [False, True])
 async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Path, token_kinds: bool) -> None:
     gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir, token_kinds=token_kinds), ADMIN)

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.sandboxes.host.key_files import make_key
 from support.gateway_rig import GUARD_S, Engine, Lines, serving
 from support.group_rig import TINY
+
+pytestmark = pytest.mark.core
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 START_S = 60.0

@@ -18,6 +18,8 @@ from support.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines
 from support.scripted_engine import Fault, check_exact
 from support.wires import read_events
 
+pytestmark = pytest.mark.core
+
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 TURNS = (

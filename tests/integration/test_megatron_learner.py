@@ -158,6 +158,7 @@ def reference_model(folder: Path, family: str, *, tied: bool, heads: int, groups
     return model.eval()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("family", "tied", "heads", "groups"),
     [("qwen3", True, 3, 1), ("qwen3", False, 4, 2), ("qwen2.5", True, 4, 2), ("qwen2.5", False, 3, 1)],
@@ -201,6 +202,7 @@ def test_megatron_agrees_with_transformers_and_round_trips(
         assert error <= 1e-4, name
 
 
+@pytest.mark.core
 async def test_steps_raise_logprobs_of_good_tokens_and_lower_those_of_bad_ones(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -389,6 +391,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.core
 async def test_a_new_process_continues_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = learner_config(tmp_path, tiny_model_dir, warmup_steps=10)
     batches = [make_batch(number, model_dir=tiny_model_dir) for number in range(14, 18)]

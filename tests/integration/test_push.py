@@ -79,6 +79,7 @@ async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
     return pieces
 
 
+@pytest.mark.core
 async def test_versions_change_during_a_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = [

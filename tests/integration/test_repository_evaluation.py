@@ -60,6 +60,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 async def test_a_cheat_in_the_diff_that_fools_exit_codes_earns_no_reward(provider: LocalProvider, cheat: str) -> None:
     task = repository_task(**CHECK) if cheat == CHEATS["__eq__ always true"] else repository_task()
@@ -240,6 +241,7 @@ RECORDED = (
 )  # fmt: skip
 
 
+@pytest.mark.core
 async def test_a_correct_patch_is_rewarded_and_leftover_files_are_recorded(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(), f"{SOLVE}\n{HOSTILE_GIT}")
     assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict

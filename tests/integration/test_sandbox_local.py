@@ -36,7 +36,7 @@ from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from support import image_kit as kit
 from support import process_handles as processes
 
-pytestmark = pytest.mark.namespaces
+pytestmark = [pytest.mark.core, pytest.mark.namespaces]
 
 
 @pytest.fixture

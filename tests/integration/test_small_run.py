@@ -30,7 +30,7 @@ from headrace.serve.tracing.tracing import trace_id_for
 from support import run_rig as rig
 from support.environments import read_environments
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.core, pytest.mark.namespaces, pytest.mark.timeout(900)]
 
 
 PROGRAMS = ("headrace.policies.cpu_engine", "headrace.policies.push.sender", "headrace-launcher", "bash", "python3")

@@ -54,6 +54,7 @@ def masked_logprobs(runner: Runner, item: Generation, outputs: list[list[int]]) 
     return torch.stack(found)
 
 
+@pytest.mark.whole
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     choices=st.lists(WORDS, min_size=1, max_size=3),

@@ -75,6 +75,7 @@ def assert_same(parts: Sequence[Step], whole: Step) -> None:
     assert sum(sums, TokenSums()).means() == pytest.approx(whole[2].means(), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", SETTINGS)
 @settings(deadline=None, max_examples=8)
 @given(items=items_strategy, budget=st.integers(9, 60), data=st.data())
@@ -101,6 +102,7 @@ def observing_rows(draw: st.DrawFn) -> Row:
     return make_row(tokens, mask, kinds=kinds if draw(st.integers(0, 4)) else None)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("mean", ["sequence", "token"])
 @pytest.mark.parametrize("target", ["environment", "full"])
 @settings(deadline=None, max_examples=15)
@@ -147,6 +149,7 @@ def cross_entropy(batch: Batch, table: torch.Tensor, *, mean: str, target: str) 
     return total / (max(rows, 1) if mean == "sequence" else selected + 0.001)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", OF_TOKENS)
 @settings(deadline=None, max_examples=8)
 @given(items=items_strategy)
@@ -158,6 +161,7 @@ def test_splitting_a_trajectory_into_rows_changes_nothing(name: str, items: list
     assert_same([step(rows_of(make_batch(split), config), config, token_budget=WHOLE)], whole)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in OF_TOKENS])
 @settings(deadline=None, max_examples=8)
 @given(items=items_strategy, drift=st.floats(-0.5, 0.5))

@@ -56,6 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return family, load_renderer(folder), AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.whole(but_first=True)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_conversation_is_rendered_to_the_same_ids_as_transformers(

@@ -139,6 +139,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_renderer(folder), ChatTokenizer(folder)
 
 
+@pytest.mark.whole(but_first=True)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_mutated_echo_loses_no_token_under_any_model_familys_template(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
@@ -263,5 +264,5 @@ class InterleavedRows(Interleaved):
 
 TestInterleaved = Interleaved.TestCase
 TestInterleaved.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
-TestInterleavedRows = InterleavedRows.TestCase
+TestInterleavedRows = pytest.mark.whole(InterleavedRows.TestCase)
 TestInterleavedRows.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)

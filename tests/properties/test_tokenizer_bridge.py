@@ -143,6 +143,7 @@ def family_of(name: str) -> Any:
 modest = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", EXACT)
 @modest
 @given(data=st.data())
@@ -163,6 +164,7 @@ def test_prompt_output_and_bridge_form_the_whole_conversation(
         assert prompt == renderer.render(talk, tools)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(data=st.data())
@@ -182,6 +184,7 @@ def test_a_bridge_is_a_suffix_of_the_whole_conversation(
         assert any(len(bridge) < len(cut) for bridge in closed)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(data=st.data())
@@ -219,6 +222,7 @@ repeated = st.lists(
 )
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
 @given(parts=repeated)

@@ -386,6 +386,7 @@ async def test_only_admins_see_and_drain_nodes(rig: ControlRig) -> None:
         assert (await rig.call("POST", f"/v1/nodes/{NODE.node}/drain", wrong, key="root")).code == "body_invalid"
 
 
+@pytest.mark.whole
 async def test_ten_thousand_malformed_bodies_are_all_refused(rig: ControlRig) -> None:
     """Seeded, so that a failure can be repeated."""
     chance = random.Random(18)

@@ -147,6 +147,7 @@ async def test_requests_without_a_key_and_oversized_forms_are_refused(tmp_path: 
     assert len(KEYS) == 5
 
 
+@pytest.mark.whole
 async def test_a_stream_of_events_ends_with_its_first_event(tmp_path: Path, run_folder: Path) -> None:
     rig = ControlRig(tmp_path)
     async with pages_of(rig, run_folder) as run:
@@ -165,6 +166,7 @@ def pages_alive() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "page.page_processes" in " ".join(child.cmdline())]
 
 
+@pytest.mark.whole
 async def test_a_page_that_died_is_started_again_and_idle_ones_end(tmp_path: Path, run_folder: Path) -> None:
     pages = MountedPages(idle_s=0.0)
     assert (await pages.get(run_folder, PageRequest(path=""))).status == 200
@@ -180,6 +182,7 @@ async def test_a_page_that_died_is_started_again_and_idle_ones_end(tmp_path: Pat
     assert not pages_alive()
 
 
+@pytest.mark.whole
 async def test_the_page_that_was_asked_longest_ago_makes_room(
     tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.whole
 def test_each_rollout_of_an_evaluation_is_a_row(run: Path) -> None:
     times, recorded = read_evaluation_times(run), evaluations(run)
     assert {row.rollout_id for row in times.rows} == {record.rollout_id for record in recorded}

@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.actors.cluster.runs.file_collection import FileCollection
 from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import ActorLost
@@ -89,6 +91,7 @@ async def test_files_of_several_nodes_and_runs_reach_the_state_folder_under_thei
             assert list(folders) == ["", "a" * 12, "b" * 12]
 
 
+@pytest.mark.whole
 async def test_a_backlog_comes_in_bounded_pages_and_each_line_once(tmp_path: Path) -> None:
     async with collecting(tmp_path) as (collection, nodes):
         node = nodes[NODES[0]]

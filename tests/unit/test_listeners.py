@@ -34,6 +34,7 @@ def test_an_address_on_another_machine_is_named_in_the_error() -> None:
         host_store("203.0.113.1", 2, 10.0)
 
 
+@pytest.mark.whole
 def test_the_learners_process_group_listens_only_on_loopback(tmp_path: Path) -> None:
     code = """
 import psutil

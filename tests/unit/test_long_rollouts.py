@@ -17,6 +17,8 @@ from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.virtual.plan_service import open_service
 from headrace.actors.simulation.virtual.virtual_time import run_virtual
 
+pytestmark = pytest.mark.whole
+
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "claude_code.toml"
 ANSWERS = 256
 """Of a base evaluation: 64 tasks, 4 samples."""

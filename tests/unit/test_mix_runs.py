@@ -26,6 +26,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evidence]:
     return folder, mixes.run_mix(mixes.mix_config(sources), folder)
 
 
+@pytest.mark.whole
 def test_the_trained_shares_are_held_at_every_step(mixed: tuple[Path, Evidence]) -> None:
     """Acceptance: an error of at most 1 % over 50 steps. It is below one rollout after every step."""
     steps = mixes.trained_by_step(mixed[1])

@@ -227,6 +227,7 @@ async def test_changes_are_numbered_upwards_and_nobody_waits_beyond_the_end() ->
     assert (await waiting).ended
 
 
+@pytest.mark.whole
 def test_a_large_run_is_explained_by_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = ROOT / "tests/golden/ledger"
     here, time_of_one = explain_here(run), time_here(run, "g000000-0")

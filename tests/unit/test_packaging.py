@@ -52,6 +52,7 @@ def test_an_upward_import_is_detected(tmp_path: Path) -> None:
     assert imported_packages(bad) == {"actors", "serve"}
 
 
+@pytest.mark.whole
 def test_the_wheel_contains_exactly_the_source_tree(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").rglob("*.toml"))
 PROGRAM = """
 import sys
@@ -30,6 +32,7 @@ def digests(directory: Path, hash_seed: int) -> list[str]:
     return told.stdout.split()
 
 
+@pytest.mark.whole
 def test_a_recipe_digest_is_the_same_in_every_process_and_folder(tmp_path: Path) -> None:
     """F25."""
     found = digests(tmp_path / "here", 0)

@@ -116,6 +116,7 @@ def expectations(rule, unfinished):
     return math.fsum(fixed), math.fsum(naive) * MEMBERS / (MEMBERS - 1)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("rule", ["all", *EARLY])
 def test_carried_members_leave_the_gradient_unbiased(rule):
     """F18."""
@@ -125,6 +126,7 @@ def test_carried_members_leave_the_gradient_unbiased(rule):
         assert naive == pytest.approx(LONG - SHORT, rel=1e-9)
 
 
+@pytest.mark.whole
 def test_expiring_groups_are_unbiased_unless_a_member_completes_min_members():
     """With one other in by the update, whether the group is sealed then depends on the member: `min_members` is 2."""
     estimate, exact = expectation_expiring("carry", {0, *range(2, MEMBERS)})
@@ -136,6 +138,7 @@ def test_expiring_groups_are_unbiased_unless_a_member_completes_min_members():
     assert aborted < 0.05 * exact
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("rule", EARLY)
 def test_aborted_members_bias_the_gradient(rule):
     """F18."""
@@ -185,6 +188,7 @@ def expected_gradient(kind, rule, p):
 SAME_SCALE = {"count(6)": 1e-6, "fraction(0.5)": 1e-6, "deadline(5)": 1e-6, "count(3) & grace(2)": 0.01}
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("p", [0.05, 0.4])
 @pytest.mark.parametrize("rule", SAME_SCALE)
 def test_early_groups_have_the_expected_gradient_of_complete_groups(rule, p):
@@ -194,6 +198,7 @@ def test_early_groups_have_the_expected_gradient_of_complete_groups(rule, p):
     )
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize(("kind", "share"), [("grpo_no_std", (MEMBERS - 1) / MEMBERS), ("leave_one_out", 1.0)])
 @pytest.mark.parametrize("rule", ["all", "count(6)"])
 def test_kinds_without_a_deviation_have_a_known_share_of_the_gradient(kind, share, rule):
@@ -232,6 +237,7 @@ def rambling_gradient(p, *, train_cut, first_turn):
     return math.fsum(estimate)
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("p", [0.05, 0.4])
 def test_rambling_until_the_clock_has_a_gradient_of_its_own_only_if_cut_turns_are_trained(p):
     """While they are masked, only the others teach against it: a share p of the gradient, so the less the rarer it is.

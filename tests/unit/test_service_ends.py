@@ -133,6 +133,7 @@ SLOW_EVALUATIONS = (
 )
 
 
+@pytest.mark.whole
 async def test_a_periodic_evaluation_that_has_started_is_recorded_before_the_final_one(
     open_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,7 @@ def test_long_rollouts_are_trained_as_often_as_short_ones(asynchronous: RunStati
     assert sum(decile.trained for decile in asynchronous.deciles) == asynchronous.trained
 
 
+@pytest.mark.whole
 def test_a_rule_that_aborts_trains_fewer_long_rollouts() -> None:
     """`finished` alone would hide it: what was cancelled has no end."""
     aborted = account(rule="fraction(0.75)", buffer={"unfinished": "abort"})
@@ -79,6 +80,7 @@ def test_a_rule_that_aborts_trains_fewer_long_rollouts() -> None:
     assert longest < 0.7
 
 
+@pytest.mark.whole
 def test_sync_one_step_off_and_async_modes_differ_in_speed_and_staleness(
     asynchronous: RunStatistics, synchronous: RunStatistics
 ) -> None:
@@ -91,6 +93,7 @@ def test_sync_one_step_off_and_async_modes_differ_in_speed_and_staleness(
     assert not (*synchronous.problems, *one_step_off.problems)
 
 
+@pytest.mark.whole
 def test_a_pausing_push_costs_little_and_a_draining_push_costs_more(asynchronous: RunStatistics) -> None:
     pause = account(push=PushMode.PAUSE, push_s=60.0)
     drain = account(push=PushMode.DRAIN, steps=12)
@@ -99,6 +102,7 @@ def test_a_pausing_push_costs_little_and_a_draining_push_costs_more(asynchronous
     assert not (*pause.problems, *drain.problems)
 
 
+@pytest.mark.whole
 def test_a_slow_learner_determines_the_ideal_and_the_inventory() -> None:
     slow = account(learner_s=1800.0, max_staleness=2, steps=12)
     assert slow.step_s == pytest.approx(1800, rel=0.01)
@@ -160,6 +164,7 @@ SMALL = ("--steps", "10", *(f"--set={key}" for key in ("batch_size=16", "group_s
 CROWDED = (*SMALL, "--slots", "40", "--max-staleness", "2", "--json")
 
 
+@pytest.mark.whole
 def test_a_staleness_bound_that_is_off_by_one_is_detected(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -223,6 +228,7 @@ def test_values_of_other_keys_are_parsed_as_toml() -> None:
         make_plan("swe64", {}, ["durations.recorded_s=[-1.0]"])
 
 
+@pytest.mark.whole
 def test_a_run_without_progress_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are always filtered fill no batch."""
     monkeypatch.setattr(BatchBook, "take", lambda *_: None)

@@ -281,6 +281,7 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TuningRe
     return found, out
 
 
+@pytest.mark.whole
 def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[TuningResult, Path]) -> None:
     found, out = tuned
     assert found.chosen.candidate != found.searched.recorded.candidate

@@ -15,6 +15,8 @@ from benches.verdicts.verdict_bench import judge_run
 from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import read_evidence
 
+pytestmark = pytest.mark.whole
+
 
 def test_a_run_follows_from_its_seed_and_cause() -> None:
     for cause in Cause:
