@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,12 @@ def missing_on_this_machine() -> str:
     from headrace.sandboxes.errors import FolderRefused
     from headrace.sandboxes.host.private_folders import temporary_folder
 
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parent = next(folder for folder in (home, *home.parents) if folder.exists())
-    if not os.access(parent, os.W_OK):
-        return f"tests need a folder for caches, and {home} cannot be created: set HOME or XDG_CACHE_HOME"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        caches.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(dir=caches)).rmdir()
+    except OSError as error:
+        return f"tests need a folder for caches ({error}): set HOME or XDG_CACHE_HOME"
     try:
         folder = temporary_folder()
     except FolderRefused as error:
@@ -57,9 +60,9 @@ def missing_on_this_machine() -> str:
     return ""
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput") and (missing := missing_on_this_machine()):
-        pytest.exit(missing, returncode=4)
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and (missing := missing_on_this_machine()):
+        raise pytest.UsageError(missing)
 
 
 def pytest_report_header() -> list[str]:
