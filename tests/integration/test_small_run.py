@@ -265,6 +265,7 @@ def test_every_answer_in_an_evaluation_is_stored(finished_run: RunDirectory) -> 
     assert not {group.group_id for group in ledger.groups} & {"base", "final"}
 
 
+@pytest.mark.whole
 def test_a_killed_evaluation_of_a_checkpoint_resumes_and_changes_no_ledger(
     finished_run: RunDirectory, tmp_path: Path
 ) -> None:

@@ -262,7 +262,7 @@ class InterleavedRows(Interleaved):
     bridges = False
 
 
-TestInterleaved = Interleaved.TestCase
+TestInterleaved = pytest.mark.whole(Interleaved.TestCase)
 TestInterleaved.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 TestInterleavedRows = pytest.mark.whole(InterleavedRows.TestCase)
 TestInterleavedRows.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)

@@ -50,6 +50,7 @@ def cookie_of(answer: Answer) -> str:
     return answer.headers["set-cookie"].partition(";")[0]
 
 
+@pytest.mark.whole
 async def test_every_view_is_served_to_a_key_that_may_see_the_run(tmp_path: Path, run_folder: Path) -> None:
     rig = ControlRig(tmp_path)
     async with pages_of(rig, run_folder) as run:

@@ -51,6 +51,7 @@ def loaded(run_dir):
         return ledger.load()
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize(("name", "steps"), [("short", 43), ("long", 133)])
 def test_a_generated_run_is_complete_and_has_no_problems(run, name, steps):
     report = verify(run(name))

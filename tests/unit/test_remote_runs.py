@@ -70,6 +70,7 @@ async def test_a_detached_run_is_submitted_under_the_name_of_its_recipe(
     assert orjson.loads(out.read_bytes())["run_id"] == record.run_id
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_client_that_is_interrupted_only_detaches(
     rig: ControlRig, api: Api, recipe: Path, number: signal.Signals
