@@ -12,7 +12,7 @@ from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.buffer.trajectories.types import Cause
 from support import agent_rig as rigs
 
-pytestmark = [pytest.mark.whole, pytest.mark.agents, pytest.mark.namespaces]
+pytestmark = [pytest.mark.whole, pytest.mark.agents, pytest.mark.namespaces, pytest.mark.timeout(300)]
 PATIENCE_S = {"claude-code": 8, "codex": 8, "mini-swe-agent": 20, "qwen-code": 40, "opencode": 40}
 """None has given up by then, and each has started."""
 SLOW = ("qwen-code", "opencode")
@@ -61,7 +61,7 @@ async def test_an_engine_failure_hidden_by_the_agent_is_still_an_infra_failure(
     faults = [fault.ERROR, fault.ERROR] if trouble == "error" else [fault.ABORT, fault.CUT, fault.CUT]
     script = Failing(agent, faults, recovers=True)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
-        result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=45)
+        result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=150)
         assert script.failed == len(faults)
         [report], [record] = stations.reports, stations.records
         assert (report.stop, report.exit_code) == (StopReason.FINISHED, 0), "it hides what it was served"
@@ -77,7 +77,7 @@ async def test_an_agent_that_gives_up_on_a_permanently_failing_engine_is_an_infr
     script = Failing(agent, [rigs.scripted.Fault.ERROR], recovers=False)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
         program = ProgramConfig.model_validate(ONE_RETRY[agent])
-        result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](program), agent_timeout_s=60)
+        result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](program), agent_timeout_s=150)
         [report], [record] = stations.reports, stations.records
         assert (report.stop, report.exit_code) == (StopReason.ERROR, 1)
         check_infra(result, record)

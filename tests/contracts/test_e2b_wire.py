@@ -454,7 +454,8 @@ async def test_sandboxes_of_a_key_stay_below_its_ceilings(
     assert (await box.call("POST", f"/sandboxes/{box.id}/connect", {}))[0] == 200
 
 
-@pytest.mark.whole
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_watchers_of_many_files_are_bounded_together(box: Any) -> None:
     names = "mkdir /tmp/many && cd /tmp/many && seq -f 'a-rather-long-name-of-a-file-%05g' 30000 | xargs touch"
     assert (await box.run(names))[1]["exitCode"] == 0
