@@ -49,6 +49,7 @@ PHASES = [phase for phase in Phase if phase not in GROUP_PHASES]
 SLOW = {Phase.PROBE, Phase.GATE, Phase.FLUSH, Phase.RESUME}
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize(
     "phase", [pytest.param(phase, marks=[pytest.mark.slow] if phase in SLOW else []) for phase in PHASES]
 )

@@ -58,6 +58,7 @@ def broken(reports: Iterable[FaultReport]) -> list[str]:
     return [f"{report.replay}: {report.problems[0]}" for report in reports if report.problems]
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", range(0, IN_CI, 10))
 def test_invariants_hold_under_faults(first: int) -> None:

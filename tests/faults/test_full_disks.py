@@ -113,6 +113,7 @@ async def absent(service: Service, what: str, *, wanted: bool = True) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow(but_first=True)
 @OVER_RAY
 @pytest.mark.parametrize("name", ["state", "storage", "sandboxes"])
 async def test_a_full_disk_ends_the_run_and_is_named_and_a_resume_completes_it(run: SpreadRun, name: str) -> None:

@@ -261,6 +261,7 @@ async def test_an_answer_in_transit_is_replayed_not_resampled(tmp_path: Path) ->
                 assert trained_in(report) == [(one.prompt_ids, one.output_ids)]
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("form", ["rows", "atif"])
 async def test_exports_are_whole_whenever_the_gateway_is_killed(model_dir: Path, tmp_path: Path, form: str) -> None:
     out, names = tmp_path / "out", [SessionId(f"s-{number}") for number in range(12)]

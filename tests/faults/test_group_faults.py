@@ -60,6 +60,7 @@ async def first_of(rig: Any) -> tuple[str, int]:
     return name, engines[name].process_id
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("phase", list(Phase))
 async def test_a_push_survives_the_death_of_an_engine(rig: Any, models: list[Path], phase: Phase) -> None:
     name, process_id = await first_of(rig)

@@ -164,6 +164,7 @@ MOMENTS = (*(phase.value for phase in Phase), "first bucket")
 DISK_MOMENTS = tuple(phase.value for phase in Phase if phase not in GROUP_PHASES)
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_new_group_finishes_the_push_of_a_dead_group(scene: Scene, moment: str) -> None:
     # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
@@ -174,6 +175,7 @@ async def test_a_new_group_finishes_the_push_of_a_dead_group(scene: Scene, momen
 DEFAULT_DISK_MOMENTS = {"broadcast", "verify", "open"}
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize(
     "moment",
     [
@@ -203,6 +205,7 @@ async def finishes_after_death(scene: Scene, wave: int, moment: str) -> None:
     assert kit.versions_of(await kit.take_turn(scene.client, scene.http, 8)) == {f"1.{scene.step}"}
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["recovered", "pause", "first bucket", "verify", "open"])
