@@ -205,7 +205,6 @@ async def finishes_after_death(scene: Scene, wave: int, moment: str) -> None:
     assert kit.versions_of(await kit.take_turn(scene.client, scene.http, 8)) == {f"1.{scene.step}"}
 
 
-@pytest.mark.slow(but_first=True)
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["recovered", "pause", "first bucket", "verify", "open"])
