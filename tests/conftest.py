@@ -32,8 +32,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 WHOLE = ("integration", "faults")
 """Folders of which scripts/test runs only what is marked `core`; of the others it leaves out what is marked `whole`."""
-LONGEST_TMPDIR = 40
-"""Bytes of a path below which Ray's sockets and those of sandboxes have room."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,8 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def missing_on_this_machine() -> str:
     """Return what no test can do without, in one line; empty if nothing is missing."""
+    from headrace.actors.errors import ConfigError
+    from headrace.actors.runtime.actors.runtime import check_ray_folder
     from headrace.sandboxes.errors import FolderRefused
-    from headrace.sandboxes.host.private_folders import temporary_folder
 
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
@@ -52,11 +51,9 @@ def missing_on_this_machine() -> str:
     except OSError as error:
         return f"tests need a folder for caches ({error}): set HOME or XDG_CACHE_HOME"
     try:
-        folder = temporary_folder()
-    except FolderRefused as error:
+        check_ray_folder()
+    except (FolderRefused, ConfigError) as error:
         return f"tests need a folder for temporary files: {error}"
-    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
-        return f"TMPDIR {folder} is too long for unix sockets: set it to a path of at most {LONGEST_TMPDIR} bytes"
     return ""
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.runtime.actors.runtime import check_ray_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = {
@@ -93,7 +98,7 @@ def test_sizes_are_compared_with_a_commit_or_the_last_tag(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "line"),
     [
-        ("TMPDIR", "{}/" + 40 * "t", "is too long for unix sockets: set it to a path of at most 40 bytes"),
+        ("TMPDIR", "{}/" + 40 * "t", "is too long for Ray's unix sockets: set TMPDIR to a path of at most 39 bytes"),
         ("TMPDIR", "/proc/absent", "tests need a folder for temporary files: "),
         ("XDG_CACHE_HOME", "/proc/absent", "tests need a folder for caches ([Errno 2]"),
     ],
@@ -108,3 +113,17 @@ def test_what_no_test_can_do_without_is_told_before_the_first(
     code, lines = told(ROOT, *pytest_here, **{variable: value})
     assert code == 4
     assert [line in each for each in lines] == [True]
+
+
+def test_the_readme_names_the_longest_tmpdir_that_a_run_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    [told] = re.findall(r"a path of at most (\d+) bytes", (ROOT / "README.md").read_text())
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        longest, longer = (Path(f"{place}/".ljust(int(told) + more, "t")) for more in (0, 1))
+        for folder in (longest, longer):
+            folder.mkdir(mode=0o700)
+        monkeypatch.setenv("TMPDIR", str(longest))
+        assert check_ray_folder() == longest
+        monkeypatch.setenv("TMPDIR", str(longer))
+        with pytest.raises(ConfigError, match=f"at most {told} bytes"):
+            check_ray_folder()
