@@ -37,7 +37,7 @@ from headrace.buffer.core.records import (
 from headrace.buffer.core.source_names import ended_counter, source_name
 from headrace.buffer.errors import CodecError, LedgerRefused
 from headrace.buffer.ledger.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
-from headrace.buffer.ledger.ledger import SOURCES, check_schema, newest_copy_of, unreadable
+from headrace.buffer.ledger.ledger import SOURCES, check_stamp, newest_copy_of, unreadable
 from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.trajectories.codec import decode
 from headrace.buffer.trajectories.types import BatchId, RolloutId, Trajectory, batch_digest
@@ -308,9 +308,7 @@ def reading(run_dir: Path) -> Iterator[tuple[sqlite3.Connection, Path]]:
         raise LedgerRefused(f"{run_dir} has no ledger.db, or an empty one: name the directory of a run")
     try:
         with closing(read_only(path)) as database:
-            (schema,) = database.execute("PRAGMA user_version").fetchone()
-            (application,) = database.execute("PRAGMA application_id").fetchone()
-            check_schema(schema, application, path)
+            check_stamp(database, path)
             yield database, path.with_name(ARCHIVE)
     except sqlite3.DatabaseError as error:
         raise unreadable(path, error) from error

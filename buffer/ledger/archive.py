@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from headrace.buffer.core.records import EvaluationRecord, RolloutState
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES
-from headrace.buffer.primitives.database import connect, transaction
+from headrace.buffer.ledger.schema import LEDGER_STATEMENTS, SCHEMA_VERSION, STAMP, TABLES
+from headrace.buffer.primitives.database import connect, transaction, write_stamp
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.trajectories.types import RolloutId
 
@@ -310,8 +310,7 @@ def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
             for statement in LEDGER_STATEMENTS:
                 database.execute(statement)
             database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
-            database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            write_stamp(database, STAMP)
         return
     (schema,) = database.execute("PRAGMA user_version").fetchone()
     if schema != SCHEMA_VERSION:

@@ -34,8 +34,8 @@ from headrace.buffer.ledger.archive import (
     totals_of,
 )
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
-from headrace.buffer.primitives.database import connect, transaction
+from headrace.buffer.ledger.schema import LEDGER_STATEMENTS, STAMP, TABLES, TRAJECTORIES_DDL
+from headrace.buffer.primitives.database import connect, stamp_of, transaction, write_stamp
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.trajectories.codec import decode, encode
@@ -386,19 +386,16 @@ def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Pa
     """Create the tables of a new ledger, or check that an existing file is a readable ledger of this run. Closes the
     database on errors. Raises LedgerRefused."""
     try:
-        (schema,) = database.execute("PRAGMA user_version").fetchone()
-        (application,) = database.execute("PRAGMA application_id").fetchone()
         (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if not schema and not application and not tables:
+        if stamp_of(database) == (0, 0) and not tables:
             with transaction(database):
                 for statement in LEDGER_STATEMENTS:
                     database.execute(statement)
                 database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
                 database.executemany("INSERT INTO totals (name, value) VALUES (?, ?)", next_numbers(database).items())
-                database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                write_stamp(database, STAMP)
             return
-        check_schema(schema, application, path)
+        check_stamp(database, path)
         stored = dict(database.execute("SELECT key, value FROM meta"))
         for key, value in identity.items():
             if stored.get(key) != value:
@@ -435,9 +432,9 @@ def newest_copy_of(path: Path) -> str:
     return f"ledger.db of the newest directory in {checkpoints}"
 
 
-def check_schema(schema: int, application: int, path: Path) -> None:
-    """Raise LedgerRefused unless the header is that of a ledger that this version of headrace can read."""
-    if (application, schema) != (APPLICATION_ID, SCHEMA_VERSION):
+def check_stamp(database: sqlite3.Connection, path: Path) -> None:
+    """Raise LedgerRefused unless the database is a ledger that this version of headrace can read."""
+    if stamp_of(database) != STAMP:
         raise LedgerRefused(
             f"{path} is of an unreleased version of headrace, or of another program: start a new run in another "
             "directory"

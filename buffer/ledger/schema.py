@@ -45,8 +45,8 @@ from headrace.buffer.trajectories.types import Cause
 from headrace.buffer.trajectories.versions import PolicyVersion
 
 SCHEMA_VERSION = 1
-APPLICATION_ID = 0x48524C47
-"""`HRLG` in the file's header: this SQLite file is a ledger."""
+STAMP = (0x48524C47, SCHEMA_VERSION)
+"""`HRLG`, and the number of the schema: this SQLite file is a ledger."""
 
 LEDGER_STATEMENTS = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",

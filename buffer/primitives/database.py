@@ -1,4 +1,4 @@
-"""SQLite connections for the ledger, which has one writer. A transaction is durable when its block ends."""
+"""SQLite connections for the ledger, durable transactions, and the stamps of all SQLite files of headrace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
+Stamp: TypeAlias = tuple[int, int]
+"""Application id and number of the schema, in the header of a file; both are 0 in a new one."""
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 5000")
 
 
@@ -22,9 +25,22 @@ def connect(path: Path | None, *, foreign_keys: bool = True) -> sqlite3.Connecti
     return database
 
 
+def stamp_of(database: sqlite3.Connection) -> Stamp:
+    """Return the stamp of a database. Raises sqlite3.Error."""
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (schema,) = database.execute("PRAGMA user_version").fetchone()
+    return application, schema
+
+
+def write_stamp(database: sqlite3.Connection, stamp: Stamp) -> None:
+    """Write the stamp of a database, within a transaction if one is open. Raises sqlite3.Error."""
+    database.execute(f"PRAGMA application_id = {stamp[0]}")
+    database.execute(f"PRAGMA user_version = {stamp[1]}")
+
+
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Commit the writes of the block durably, or roll all of them back on an error."""
+    """Commit the writes of the block durably when it ends, or roll all of them back on an error."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -44,7 +44,7 @@ from headrace.actors.errors import ConfigError, RunRefused, RunUnknown, Submissi
 from headrace.actors.runtime.actors.nodes import TABLE_FILE
 from headrace.buffer.errors import LedgerInUse, LedgerRefused
 from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.primitives.database import connect, transaction
+from headrace.buffer.primitives.database import connect, stamp_of, transaction, write_stamp
 from headrace.buffer.primitives.durable_files import fsync
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.host.private_folders import make_missing
@@ -53,9 +53,8 @@ FILE_NAME: Final = TABLE_FILE
 EVENTS_KEPT: Final = 1000
 NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 """Names of runs and owners."""
-_SCHEMA_VERSION: Final = 1
-_APPLICATION_ID: Final = 0x48525254
-"""`HRRT` in the file's header: this SQLite file is a table of runs."""
+_STAMP: Final = (0x48525254, 1)
+"""`HRRT`, and the number of the schema: this SQLite file is a table of runs."""
 _LONGEST_TEXT: Final = 2000
 _DDL: Final = (
     """CREATE TABLE runs (
@@ -362,15 +361,13 @@ def _prepared(database: sqlite3.Connection, path: Path | None) -> sqlite3.Connec
     """Create the tables of a new file, and check that an existing one is a table of runs of this schema. Raises
     LedgerRefused."""
     try:
-        version = database.execute("PRAGMA user_version").fetchone()[0]
-        application = database.execute("PRAGMA application_id").fetchone()[0]
-        if (version, application) == (0, 0):
+        stamp = stamp_of(database)
+        if stamp == (0, 0):
             with transaction(database):
                 for statement in _DDL:
                     database.execute(statement)
-                database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        elif (version, application) != (_SCHEMA_VERSION, _APPLICATION_ID):
+                write_stamp(database, _STAMP)
+        elif stamp != _STAMP:
             raise LedgerRefused(
                 f"{path} is of an unreleased version of headrace, or of another program: move the file away"
             )

@@ -3,8 +3,7 @@
 Invariants:
 - A row is written before its sandbox boots and removed once the sandbox is dead, so a restarted server knows all
   sandboxes that may be alive.
-- The file is a `ServerDatabase`: private, used by one server at a time, and in memory if there is no folder.
-- The file has mode 0600 in a folder of mode 0700, and a lock allows one server at a time.
+- The file is a `ServerDatabase`: of mode 0600 in a folder of mode 0700, locked, and in memory if there is no folder.
 - Nothing is lost if the server crashes. Rows are not fsynced one by one, because a crash of the machine ends the
   sandboxes as well. A call takes well under a millisecond.
 - Without a folder, the database is lost when the server ends. A file with another schema is refused.
@@ -24,14 +23,14 @@ from typing import Final
 
 import orjson
 
+from headrace.buffer.primitives.database import stamp_of, write_stamp
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.host.private_folders import make_missing
 
-_SCHEMA_VERSION: Final = 1
-_APPLICATION_ID: Final = 0x48525353
-"""`HRSS` in the file's header: this SQLite file is of a sandbox server."""
+_STAMP: Final = (0x48525353, 1)
+"""`HRSS`, and the number of the schema: this SQLite file is of a sandbox server."""
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
     "CREATE TABLE IF NOT EXISTS snapshots (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
@@ -224,17 +223,14 @@ class ServerDatabase:
                 path = str(folder / file_name)
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
             database = sqlite3.connect(path, isolation_level=None)
-            application = database.execute("PRAGMA application_id").fetchone()[0]
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if (application, version) not in ((0, 0), (_APPLICATION_ID, _SCHEMA_VERSION)):
+            if stamp_of(database) not in ((0, 0), _STAMP):
                 database.close()
                 raise OSError(f"{file_name} is of an unreleased version of headrace: move it away")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             for statement in schema:
                 database.execute(statement)
-            database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            write_stamp(database, _STAMP)
             self.connection = database
         except (OSError, sqlite3.Error) as error:
             self._unlock()
