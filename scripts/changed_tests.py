@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from import_graph import PACKAGES
+from import_graph import PACKAGES, imported_names
 
 ROOTS = {**{package: ("headrace", package) for package in PACKAGES}, "scripts": (), "tests": ()}
 SHARED = ("pyproject.toml", "setup.py", "tests/conftest.py", "scripts/setup", "scripts/test")
@@ -43,13 +43,10 @@ def modules(root: Path) -> dict[str, Path]:
 def led_to(path: Path, names: Mapping[str, Path], root: Path) -> Iterator[Path]:
     """Yield the files to which a Python file leads."""
     tree, top = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(root).parts[0]
-    told, words = set(), set()
+    imported, words = set(imported_names(tree)), set()
+    told = imported | {name.rpartition(".")[0] for name in imported}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            told |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            told |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words.add(node.value)
             found = NAME.findall(node.value)
             told |= {*found, *(f"headrace.{top}.{name}" for name in found)}  # launchers name modules of their package

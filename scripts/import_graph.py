@@ -32,17 +32,19 @@ def _modules(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
+    for name in imported_names(ast.parse(path.read_text(encoding="utf-8"))):
+        inner = name.removeprefix("headrace.")
+        if inner != name and (found := inner if inner in modules else inner.rpartition(".")[0]) in modules:
+            yield found
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a file imports anywhere in it: each is a module, or something in one."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # What is imported may be a module or something in one.
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            inner = name.removeprefix("headrace.")
-            if inner != name and (found := inner if inner in modules else inner.rpartition(".")[0]) in modules:
-                yield found
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def arrows(graph: Mapping[str, set[str]]) -> dict[str, dict[Arrow, Arrow]]:

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from import_graph import imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_FILES = tuple(ROOT / "actors" / "telemetry" / "page" / name for name in ("templates", "static"))
@@ -22,19 +23,9 @@ HEAVY = ("torch", "sglang", "megatron", "e2b", "transformers", "matplotlib")
 
 def imported_packages(path: Path, allowed: str = "") -> set[str]:
     """Packages of ours that a file imports anywhere in it, type-checking imports included; `allowed` is left out."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-            if node.module == "headrace":
-                names = [f"headrace.{alias.name}" for alias in node.names]
-        found |= {
-            name.split(".")[1] for name in names if name.startswith("headrace.") and not name.startswith(f"{allowed}.")
-        }
-    return found
+    names = imported_names(ast.parse(path.read_text(encoding="utf-8")))
+    ours = (name for name in names if name.startswith("headrace.") and not name.startswith(f"{allowed}."))
+    return {name.split(".")[1] for name in ours}
 
 
 @pytest.mark.parametrize("package", RANKS)
