@@ -23,6 +23,7 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks.task import Task, TaskId, task_digest
 
 KEY: Final = "tasks.sources"
+MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 OWN_TABLES: Final = ("agent", "environment", "sampling", "rollout", "buffer", "evaluation")
 _OWN_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "buffer": frozenset(
@@ -137,9 +138,6 @@ def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:
             "rollouts; raise share, buffer.batch_size or buffer.max_staleness, or lower group_size"
         )
     return None
-
-
-MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
 
 
 def refuse_overlap(

@@ -57,8 +57,7 @@ def _cut_circle(error: BaseException) -> None:
 
 
 class ResourceOwner:
-    """Base of a class whose `__aenter__` pushes the resources that it opens onto `_stack`; exiting the context closes
-    them."""
+    """Base of a class whose `__aenter__` pushes what it opens onto `_stack`; exiting the context closes that."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
