@@ -234,6 +234,7 @@ async def test_idempotency_keys_are_validated_and_bound_to_one_request(alice: An
     assert len((await alice.call("GET", "/v2/sandboxes"))[1]) == 1
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize(
     ("method", "message", "status", "code"),
     [

@@ -87,6 +87,7 @@ async def test_the_standalone_gateway_serves_from_its_first_output_line_until_sh
                 await process.wait()
 
 
+@pytest.mark.whole
 async def test_a_startup_error_is_reported_in_one_line(model_dir: Path, tmp_path: Path) -> None:
     token = str(tmp_path / "token")
     async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine:

@@ -60,6 +60,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.whole(but_first=True)
 @pytest.mark.core
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 async def test_a_cheat_in_the_diff_that_fools_exit_codes_earns_no_reward(provider: LocalProvider, cheat: str) -> None:

@@ -53,6 +53,7 @@ def test_each_rollout_of_an_evaluation_is_a_row(run: Path) -> None:
     assert not {row.rollout_id for row in times.rows} & {row.rollout_id for row in read_times(run).rows}
 
 
+@pytest.mark.whole
 def test_slow_evaluations_are_explained(run: Path) -> None:
     found = CliRunner().invoke(trace_app, ["slow", str(run), "--evaluations", "--json", "-"], catch_exceptions=False)
     report = json.loads(found.stdout)

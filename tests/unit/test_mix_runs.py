@@ -39,6 +39,7 @@ def test_the_trained_shares_are_held_at_every_step(mixed: tuple[Path, Evidence])
     assert max(abs(trained[-1][name] / whole - share) for name, share in SHARES.items()) <= 0.01
 
 
+@pytest.mark.whole
 def test_the_throughput_is_that_of_the_mix(mixed: tuple[Path, Evidence]) -> None:
     """Acceptance: at least 0.95 of the ideal. By Little's law, a step takes at least the slot time of its rollouts
     (each source's share times its mean duration, boot and evaluation included), divided by the slots."""

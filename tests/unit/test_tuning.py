@@ -294,6 +294,7 @@ def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[TuningResult, Pat
     assert written["chosen"]["rule"] == kept.rule
 
 
+@pytest.mark.whole
 def test_the_number_of_processes_does_not_change_the_result(run: Path, tuned: tuple[TuningResult, Path]) -> None:
     request = TuneRequest(source=run, steps=8, space=SMALL, processes=2)
     assert run_tuning(prepare_tuning(request), lambda *_: None).to_json() == tuned[0].to_json()
