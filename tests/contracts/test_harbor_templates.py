@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import task_files
-from headrace.buffer.tasks.datasets.harbor import HarborSettings, gold_script, task_of
+from headrace.buffer.tasks.datasets.harbor import HarborSettings, read_solution, task_of
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout
 from headrace.sandboxes.images.builder import ImageBuilder
@@ -123,12 +123,12 @@ async def test_folders_of_others_are_solved_or_refused(harbor: Path, provider: L
 async def ours(provider: LocalProvider, folder: Path) -> Verdict:
     """The verdict of our verifier on a folder after its solution, in the same order as Harbor: agent, then tests."""
     task = replace(task_of(folder, HarborSettings(images={BASE: "host"}, allow_root=True)), image="host")
-    script = gold_script(folder)
-    assert script is not None
+    solution = read_solution(folder)
+    assert solution is not None
     ref = await provider.create(SandboxSpec(image=task.image))
     sandbox = await provider.attach(ref)
     try:
-        await sandbox.write_many({**await task_files(task), "/solution/solve.sh": script.encode()})
+        await sandbox.write_many({**await task_files(task), "/solution/solve.sh": solution[0]["solve.sh"]})
         await sandbox.exec("mkdir -p /logs/agent /logs/verifier /logs/artifacts; chmod 777 /logs/*", timeout_s=20)
         # When the agent's time is over, what it has left is graded.
         with suppress(ExecTimeout):

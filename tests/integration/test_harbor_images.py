@@ -8,7 +8,7 @@ import pytest
 
 from headrace.actors.cli.held_out.harbor_images import build_images
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, evaluate
-from headrace.buffer.tasks.datasets.harbor import HarborSettings, built_image, gold_script, task_folders, task_of
+from headrace.buffer.tasks.datasets.harbor import HarborSettings, built_image, read_solution, task_folders, task_of
 from headrace.buffer.tasks.datasets.rows import RowRefused
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import SandboxSpec
@@ -48,9 +48,9 @@ async def test_built_folders_get_their_verdicts(tmp_path: Path) -> None:
         for folder in folders:
             task = task_of(folder, SETTINGS)
             assert task.image in ("host", f"image:{built_image(folder)}")
-            script = gold_script(folder)
+            script = read_solution(folder)
             assert script is not None
-            found[folder.name] = {"reward": await reward_of(provider, task, script)}
+            found[folder.name] = {"reward": await reward_of(provider, task, script[0]["solve.sh"].decode())}
     assert found == {task.name: task.verdict for task in tasks}
 
 

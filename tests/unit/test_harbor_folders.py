@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.buffer.tasks.datasets.converters import SettingsRefused, convert
-from headrace.buffer.tasks.datasets.harbor import HarborSettings, gold_script, read_dockerfile, read_folders, task_of
+from headrace.buffer.tasks.datasets.harbor import HarborSettings, read_dockerfile, read_folders, read_solution, task_of
 from headrace.buffer.tasks.datasets.rows import RowRefused
 from headrace.buffer.tasks.parts import EnvironmentSpec
 from headrace.buffer.tasks.task import EvaluatorKind, load_tasks
@@ -28,6 +28,7 @@ timeout_sec = 120.0
 [environment]
 cpus = 2
 memory_mb = 2048
+storage_mb = 4096
 """
 FILES = {
     "task.toml": TOML,
@@ -64,9 +65,17 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert (verifier.form, verifier.live, verifier.allow_root) == (VerifierForm.HARBOR, True, False)
     assert verifier.workdir == "/app"
     assert task.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/app"})
-    assert dict(task.limits.items()) == {"agent_s": 300.0, "cpus": 2, "memory_mb": 2048}
+    assert dict(task.limits.items()) == {"agent_s": 300.0, "cpus": 2, "memory_mb": 2048, "disk_mb": 4096}
     assert "wc -l" not in str(task)
-    assert gold_script(tmp_path / "count") == "wc -l < a > b\n"
+
+
+def test_a_solution_is_a_whole_folder_with_its_variables(tmp_path: Path) -> None:
+    toml = TOML + '[solution.env]\nWAY = "short"\n'
+    folder = make(tmp_path / "count", task_0toml=toml, solution__a__b_0bin=b"\xff")
+    assert read_solution(folder) == ({"a/b.bin": b"\xff", "solve.sh": b"wc -l < a > b\n"}, {"WAY": "short"})
+    make(folder, task_0toml=TOML + '[solution.env]\nKEY = "${KEY}"\n')
+    with pytest.raises(RowRefused, match=r"solution\.env: has references"):
+        read_solution(folder)
 
 
 def test_a_clean_verifier_sees_the_working_directory(tmp_path: Path) -> None:
@@ -84,16 +93,16 @@ def test_a_clean_verifier_sees_the_working_directory(tmp_path: Path) -> None:
 
 
 def test_a_prebuilt_image_needs_no_dockerfile(tmp_path: Path) -> None:
-    toml = (
-        '[environment]\ndocker_image = "ubuntu:22.04"\nworkdir = "/srv/task"\nmemory = "1.5G"\n[agent]\nuser = "dev"\n'
-    )
+    toml = '[environment]\ndocker_image = "ubuntu:22.04"\nworkdir = "/srv/task"\n'
+    toml += 'memory = "1.5G"\nstorage = "2G"\n[agent]\nuser = "dev"\n'
     files = {"environment__Dockerfile": None, "environment__data__a_0txt": "text\n", "solution__solve_0sh": None}
     folder = make(tmp_path / "plain", task_0toml=toml, **files)
     found = task_of(folder, SETTINGS)
-    assert (found.id, found.family, found.limits.memory_mb) == ("plain", "harbor", 1536)
+    assert (found.id, found.family) == ("plain", "harbor")
+    assert (found.limits.memory_mb, found.limits.disk_mb) == (1536, 2048)
     assert found.files == {"/srv/task/data/a.txt": "text\n"}
     assert found.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/srv/task", "user": "dev"})
-    assert gold_script(folder) is None
+    assert read_solution(folder) is None
     built = make(tmp_path / "built", task_0toml=toml, environment__Dockerfile="FROM x\nRUN make\nWORKDIR /src\n")
     assert task_of(built, SETTINGS).files == {}
 

@@ -32,6 +32,8 @@ AT_ONCE: Final = 4
 WORKSPACE: Final = "/workspace"
 AGENT: Final = "agent"
 SOLUTION: Final = "/tmp/headrace-solution"
+SOLUTIONS: Final = "/solution"
+"""Where Harbor puts the folder of a solution."""
 SOLUTION_S: Final = 600.0
 """Time for a solution whose task has no limit."""
 _UNTRIED: Final = (*OF_EPISODES, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
@@ -166,10 +168,13 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
 async def _apply(solution: Solution, sandbox: Sandbox, *, user: str, folder: str, timeout_s: float) -> str:
     """Run a solution where the agent would have worked, and return what failed; empty if nothing did. A script may fail
     and still solve a task. Raises SandboxError."""
-    await sandbox.write(SOLUTION, solution.text.encode())
+    files = {f"{SOLUTIONS}/{name}": content for name, content in solution.files.items()}
+    await sandbox.write_many(files or {SOLUTION: solution.text.encode()})
     command = f"{GIT} apply {SOLUTION}" if solution.is_patch else f"bash {SOLUTION}"
-    ran = await sandbox.exec(command, cwd=folder, user=user, timeout_s=timeout_s)
-    await sandbox.exec(f"rm -f {SOLUTION}", timeout_s=timeout_s)
+    if files:
+        command = f"bash {SOLUTIONS}/solve.sh"
+    ran = await sandbox.exec(command, cwd=folder, env=dict(solution.environment), user=user, timeout_s=timeout_s)
+    await sandbox.exec(f"rm -rf {SOLUTION} {SOLUTIONS}", timeout_s=timeout_s)
     if ran.exit_code == 0:
         return ""
     printed = (ran.stdout + ran.stderr)[-_DETAIL_CHARACTERS // 2 :].decode(errors="replace").strip()

@@ -8,10 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.buffer.tasks.datasets.harbor import gold_script
+from headrace.buffer.tasks.datasets.harbor import read_solution
 from headrace.buffer.tasks.task import EvaluatorKind, Task
 
 
@@ -21,10 +22,13 @@ class SolutionsRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A shell script for the agent's sandbox, or a patch for the repository of a task."""
+    """A shell script for the agent's sandbox, a patch for the repository of a task, or the files of Harbor's folder
+    `solution`, with the environment variables of its `solve.sh`."""
 
-    text: str
+    text: str = ""
     is_patch: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Solutions:
@@ -51,13 +55,15 @@ class Solutions:
     def of(self, task: Task) -> Solution | None:
         """Return the solution of a task, or None. Raises RowRefused, OSError for one that cannot be read."""
         if task.id in self._by_id:
-            script = gold_script(self._by_id[task.id])
-            return None if script is None else Solution(text=script)
+            found = read_solution(self._by_id[task.id])
+            return None if found is None else Solution(files=found[0], environment=found[1])
         if self._folder is None:
             return None
         name = task.id.replace("/", "__")
         is_repository = task.evaluator.kind is EvaluatorKind.REPOSITORY
         for path, is_patch in ((self._folder / f"{name}.patch", True), (self._folder / f"{name}.sh", False)):
             if path.is_file() and (is_repository or not is_patch):
-                return Solution(text=path.read_text(encoding="utf-8"), is_patch=is_patch)
+                # Data sets strip the last line end of a patch, and git needs it.
+                text = path.read_text(encoding="utf-8")
+                return Solution(text=text.rstrip("\n") + "\n" if is_patch else text, is_patch=is_patch)
         return None

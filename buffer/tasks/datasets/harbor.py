@@ -38,7 +38,7 @@ _NETWORK: Final = re.compile(
 )
 ROW_BOUNDS: Final = ArchiveBounds(total_bytes=64 << 20, members=10_000)
 """Bounds of a task folder that is packed in a row."""
-_MEMORY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -89,6 +89,8 @@ class _Environment(_Model):
     cpus: float | None = None
     memory_mb: float | None = None
     memory: str | None = None
+    storage_mb: float | None = None
+    storage: str | None = None
     gpus: float = 0
     network_mode: str = "public"
     env: dict[str, str] = {}
@@ -97,12 +99,17 @@ class _Environment(_Model):
     mcp_servers: Any = None
 
 
+class _Solution(_Model):
+    env: dict[str, str] = {}
+
+
 class _Document(_Model):
     task: _Name = _Name()
     metadata: dict[str, Any] = {}
     agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
     environment: _Environment = _Environment()
+    solution: _Solution = _Solution()
     steps: Any = None
 
 
@@ -200,13 +207,7 @@ def task_of_row(row: object, settings: HarborSettings) -> Task:
 def task_of(folder: Path, settings: HarborSettings) -> Task:
     """Convert one folder. Its clocks and sizes become limits; `environment.given` has the working directory, which the
     image must contain, and the agent's user. Raises RowRefused."""
-    try:
-        document = _Document.model_validate(tomllib.loads(_text(folder, "task.toml")))
-    except tomllib.TOMLDecodeError as error:
-        raise RowRefused(f"task.toml: not valid TOML: {error}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise RowRefused(f"task.toml: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    document = _document(folder)
     instruction = _text(folder, "instruction.md")
     if not instruction.strip():
         raise RowRefused("instruction.md: is empty")
@@ -244,7 +245,7 @@ def task_of(folder: Path, settings: HarborSettings) -> Task:
         data_paths=data_paths,
     )
     category = document.metadata.get("category")
-    memory_bytes = _memory_bytes(document.environment)
+    given = document.environment
     user = {} if document.agent.user is None else {"user": str(document.agent.user)}
     return Task(
         id=TaskId(document.task.name or folder.resolve().name),
@@ -256,16 +257,39 @@ def task_of(folder: Path, settings: HarborSettings) -> Task:
         environment=EnvironmentSpec(kind="terminal", given=({"workdir": workdir} if workdir else {}) | user),
         limits=TaskLimits(
             agent_s=document.agent.timeout_sec,
-            cpus=document.environment.cpus,
-            memory_mb=memory_bytes and memory_bytes >> 20,
+            cpus=given.cpus,
+            memory_mb=_megabytes("memory", given.memory_mb, given.memory),
+            disk_mb=_megabytes("storage", given.storage_mb, given.storage),
         ),
         origin=TaskOrigin(source="harbor"),
     )
 
 
-def gold_script(folder: Path) -> str | None:
-    """Return the text of a folder's solution (`solution/solve.sh`), or None without one. Raises RowRefused."""
-    return _text(folder, "solution/solve.sh") if (folder / "solution" / "solve.sh").exists() else None
+def _document(folder: Path) -> _Document:
+    """Read `task.toml`. Raises RowRefused."""
+    try:
+        return _Document.model_validate(tomllib.loads(_text(folder, "task.toml")))
+    except tomllib.TOMLDecodeError as error:
+        raise RowRefused(f"task.toml: not valid TOML: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RowRefused(f"task.toml: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def read_solution(folder: Path) -> tuple[dict[str, bytes], dict[str, str]] | None:
+    """Return the files of a folder's solution by their path below `solution/`, and the variables that it needs; None
+    without `solution/solve.sh`. Raises RowRefused, OSError."""
+    below = folder / "solution"
+    if not (below / "solve.sh").is_file():
+        return None
+    environment = _document(folder).solution.env
+    if any("${" in value for value in environment.values()):
+        raise RowRefused("solution.env: has references to variables of the host")
+    files = [path for path in sorted(below.rglob("*")) if not path.is_dir()]
+    for path in files:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise RowRefused(f"solution/{path.relative_to(below)}: is a link out of the folder")
+    return {path.relative_to(below).as_posix(): path.read_bytes() for path in files}, environment
 
 
 def _refuse_unsupported(document: _Document) -> None:
@@ -381,12 +405,11 @@ def _text(folder: Path, name: str) -> str:
     return text
 
 
-def _memory_bytes(environment: _Environment) -> int | None:
-    if environment.memory_mb is not None:
-        return int(environment.memory_mb * (1 << 20))
-    if environment.memory is None:
-        return None
-    found = _MEMORY.fullmatch(environment.memory.strip())
+def _megabytes(name: str, number: float | None, text: str | None) -> int | None:
+    """Return a size that is given as a number of megabytes, or as a text such as `2G`. Raises RowRefused."""
+    if number is not None or text is None:
+        return None if number is None else int(number)
+    found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise RowRefused(f"environment.memory: {environment.memory!r} must be a size such as 512M")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+        raise RowRefused(f"environment.{name}: {text!r} must be a size such as 512M")
+    return int(float(found[1]) * _UNITS[found[2].upper()]) >> 20
