@@ -102,7 +102,7 @@ def read_traces(path: Path) -> Recording:
 
 def _json_rows(path: Path, text: str) -> list[tuple[int, dict[str, Any]]]:
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
