@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator
 
+from headrace.buffer.tasks.unified_diff import why_not_applicable
+
 _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 
 
@@ -120,6 +122,8 @@ def why_unusable(spec: RepositorySpec) -> str | None:
         for test_id in required_ids(grader):
             if not is_plain_path("/" + test_id.split("::")[0]) or "::" not in test_id:
                 return f"grader.fail_to_pass: {test_id!r} is not a test id of pytest (path::name)"
+        if grader.test_patch and (reason := why_not_applicable(grader.test_patch)):
+            return f"grader.test_patch: cannot be applied: {reason}"
     for name in ("script", "command", "run_script", "parser_script"):
         if not getattr(grader, name, "x").strip():
             return f"grader.{name}: is empty"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.actors.evaluation.graders.diff_filter import FilterRules, filter_diff
 from headrace.actors.evaluation.graders.diff_text import apply_hunks, quote, render_diff, replacement
-from headrace.actors.evaluation.graders.unified_diff import DiffRefused, FileDiff, parse_diff, unquote
+from headrace.buffer.tasks.unified_diff import DiffRefused, FileDiff, parse_diff, unquote
 
 FOLDERS = ("", "src/", "src/deep/", "tests/", "a b/", ".git/", ".git/hooks/", "x.egg-info/", "../", "/", "src/../../")
 NAMES = (

@@ -13,7 +13,7 @@ from headrace.actors.evaluation.graders.diff_filter import (
     with_base_sections,
 )
 from headrace.actors.evaluation.graders.diff_text import apply_hunks, render_diff, replacement
-from headrace.actors.evaluation.graders.unified_diff import DiffRefused, FileDiff, parse_diff
+from headrace.buffer.tasks.unified_diff import DiffRefused, FileDiff, parse_diff
 
 LISTED = frozenset({"checks/word.py", "spec"})
 

@@ -100,6 +100,42 @@ def test_swepro_takes_precedence_and_its_scripts_are_read(folder: Path) -> None:
     assert repository.base_commit == COMMIT
 
 
+NEW_TEST = """\
+diff --git a/tests/test_calc.py b/tests/test_calc.py
+new file mode 100644
+--- /dev/null
++++ b/tests/test_calc.py
+@@ -0,0 +1,2 @@
++def test_empty():
++    assert mean([]) == 0.0
+"""
+PICTURE = """\
+diff --git a/tests/base.png b/tests/base.png
+new file mode 100644
+index 0000000..1234567
+Binary files /dev/null and b/tests/base.png differ
+"""
+
+
+@pytest.mark.parametrize(
+    "patch", [NEW_TEST, NEW_TEST.rstrip("\n"), NEW_TEST + "\n"], ids=["whole", "stripped", "blank"]
+)
+def test_a_test_patch_may_end_as_data_sets_leave_it(folder: Path, patch: str) -> None:
+    repository = task_of(FLAT | {"test_patch": patch}, ENVIRONMENT, folder).repository
+    assert repository is not None
+    assert isinstance(repository.grader, TestIds)
+    assert repository.grader.test_patch == patch
+
+
+def test_tests_may_be_in_the_image(folder: Path) -> None:
+    """As in the rows of SWE-smith, which name their image `image_name` and have no test patch."""
+    row = {key: value for key, value in FLAT.items() if key not in ("test_patch", "base_commit", "image")}
+    task = task_of(row | {"image_name": "/images/smith"}, ENVIRONMENT, folder)
+    assert task.repository is not None
+    assert isinstance(task.repository.grader, TestIds)
+    assert (task.image, task.repository.grader.test_patch) == ("/images/smith", "")
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -110,7 +146,10 @@ def test_swepro_takes_precedence_and_its_scripts_are_read(folder: Path) -> None:
         (FLAT | {"FAIL_TO_PASS": [], "PASS_TO_PASS": []}, "fail_to_pass: is empty"),
         (FLAT | {"FAIL_TO_PASS": ["test_x (module.Case)"]}, "is not a test id of pytest"),
         (FLAT | {"FAIL_TO_PASS": ["../x.py::test"]}, "is not a test id of pytest"),
-        (FLAT | {"test_patch": " "}, "test_patch: is missing"),
+        (FLAT | {"test_patch": " "}, "test_patch: is empty"),
+        (FLAT | {"test_patch": "see the pull request"}, "test_patch: cannot be applied: line 1 of the diff"),
+        (FLAT | {"test_patch": NEW_TEST[:-28]}, "line 7 of the diff: a hunk is shorter"),
+        (FLAT | {"test_patch": NEW_TEST + PICTURE}, "the binary file tests/base.png has no data"),
         (FLAT | {"base_commit": None}, "base_commit: is missing"),
         (FLAT | {"problem_statement": ""}, "problem_statement: is missing"),
         (wrapped(), "the row has no grader"),

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from headrace.actors.evaluation.graders.diff_text import apply_hunks, render_diff, replacement
-from headrace.actors.evaluation.graders.unified_diff import (
+from headrace.buffer.tasks.unified_diff import (
     LINK_MODE,
     REGULAR_MODES,
     SUBMODULE_MODE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from headrace.actors.evaluation.graders.unified_diff import ESCAPES, NO_END, DiffRefused, FileDiff, Hunk
+from headrace.buffer.tasks.unified_diff import ESCAPES, NO_END, DiffRefused, FileDiff, Hunk
 
 _NO_BLOBS: Final = ("0000000", "0000000")
 

@@ -33,12 +33,12 @@ from headrace.actors.evaluation.graders.diff_filter import (
     reason_for_path,
     summary,
 )
-from headrace.actors.evaluation.graders.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.graders.verdict import PatchRefused, ProgramFailed
 from headrace.actors.evaluation.in_sandbox import program_command, run_program
 from headrace.actors.evaluation.in_sandbox.apply import AGENT_REFUSED
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.task import Task
+from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff
 from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT
 from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.sandboxes.base import Sandbox

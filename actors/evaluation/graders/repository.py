@@ -30,7 +30,7 @@ from headrace.actors.evaluation.graders.report import (
     without_twin,
 )
 from headrace.actors.evaluation.graders.test_runner import RunBroken, TestRun, parse_logs, run_tests
-from headrace.actors.evaluation.graders.unified_diff import DiffRefused, parse_diff
+from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.graders.verdict import (
     CleanSandboxes,
     EvaluationRequest,

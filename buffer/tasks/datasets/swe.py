@@ -37,7 +37,8 @@ class SweEnvironment:
     python: str = "/usr/bin/python3"
     environment: Mapping[str, str] = field(default_factory=dict)
     user: str = "agent"
-    timeout_s: float = 1800.0
+    timeout_s: float = 450.0
+    """Of one run of the tests; an evaluation may need four, and the recipes of agents give it 1,800 s."""
 
 
 class _Model(BaseModel):
@@ -60,6 +61,7 @@ class _Instance(_Model):
     instance_id: str | None = None
     repo: str | None = None
     image: str | None = None
+    image_name: str | None = None
     image_url: str | None = None
     workdir: str | None = None
     base_commit: str | None = None
@@ -120,7 +122,7 @@ def task_of(row: object, environment: SweEnvironment, folder: Path) -> Task:
         raise RowRefused(f"{'.'.join(map(str, first['loc'])) or 'the row'}: {first['msg']}") from error
     info = given.remote_env_info or given
     instance_id = given.instance_id or info.instance_id or wrapped.label or ""
-    image = given.image or info.image or info.image_url or environment.image
+    image = given.image or info.image or info.image_name or info.image_url or environment.image
     problem = given.problem_statement or info.problem_statement
     if not problem:
         # The prompt itself, or the first text of the user in it.
@@ -152,7 +154,7 @@ def _repository(given: _Metadata, info: _Instance, environment: SweEnvironment, 
     if isinstance(grader, Swepro) and not base:
         found = _BASE_COMMIT.search(grader.before_repo_set_cmd)
         base = found[1] if found else ""
-    if isinstance(grader, TestIds) and not base:
+    if isinstance(grader, TestIds) and grader.test_patch and not base:
         raise RowRefused("base_commit: is missing")
     # A list, or one text with escaped line ends.
     commands = given.pre_commands or info.pre_commands
@@ -185,8 +187,9 @@ def _grader(given: _Metadata, info: _Instance, folder: Path) -> TestIds | Script
         return Script(script=script)
     if info.FAIL_TO_PASS is None:
         raise RowRefused("the row has no grader: add one of swepro, eval_cmd, f2p_script and FAIL_TO_PASS")
-    if not (info.test_patch or "").strip():
-        raise RowRefused("test_patch: is missing")
+    if info.test_patch and not info.test_patch.strip():
+        raise RowRefused("test_patch: is empty")
+    # Without a test patch, as in SWE-smith's rows, the tests are in the image.
     return TestIds(
         fail_to_pass=_ids(info.FAIL_TO_PASS, "FAIL_TO_PASS"),
         pass_to_pass=_ids(info.PASS_TO_PASS or [], "PASS_TO_PASS"),

@@ -50,6 +50,8 @@ class FileDiff:
     """Object names before and after the change; `git apply --3way` looks up the first one."""
     hunks: tuple[Hunk, ...] = ()
     binary: bool = False
+    has_data: bool = True
+    """False for a binary change that is only mentioned, and cannot be applied."""
     moved: str = ""
     """`rename` or `copy` if the paths differ."""
 
@@ -74,6 +76,9 @@ def parse_diff(diff: bytes) -> tuple[FileDiff, ...]:
     reader = _Reader(lines)
     files = []
     while not reader.at_end():
+        if not reader.peek():
+            reader.take()  # between files, and at the end, git passes blank lines over
+            continue
         if not reader.peek().startswith(b"diff --git "):
             raise reader.refuse("not a `diff --git` line")
         paths = reader.take().removeprefix(b"diff --git ")
@@ -119,7 +124,7 @@ class _Header:
         self.moves: dict[str, str] = {}
         self.sides: dict[str, str | None] = {}
         self.blobs: tuple[str, str] | None = None
-        self.binary = False
+        self.binary, self.has_data = False, True
 
     def take(self, line: bytes) -> bool:
         """Read one line. Returns False if it is not a git header line."""
@@ -144,7 +149,7 @@ class _Header:
                 self.modes["old mode"] = self.modes["new mode"] = match[3].decode()
             return True
         if line.startswith((b"Binary files ", b"GIT binary patch")):
-            self.binary = True
+            self.binary, self.has_data = True, line.startswith(b"GIT")
             return True
         return self.binary or re.fullmatch(rb"(dis)?similarity index \d{1,3}%", line) is not None
 
@@ -176,6 +181,7 @@ class _Header:
             blobs=self.blobs,
             hunks=hunks,
             binary=self.binary,
+            has_data=self.has_data,
             moved=moved,
         )
 
@@ -239,3 +245,14 @@ def _parse_hunk(reader: _Reader) -> Hunk:
         reader.take()
         lines.append(line)
     return Hunk(old_start=old_start, old_count=old_count, new_start=new_start, new_count=new_count, lines=tuple(lines))
+
+
+def why_not_applicable(diff: str) -> str | None:
+    """Return the reason why git could not apply a diff to any tree, or None if it is well-formed."""
+    try:
+        files = parse_diff(diff.encode("utf-8", "surrogateescape"))
+    except DiffRefused as error:
+        return str(error)
+    if not files:
+        return "it has no `diff --git` line"
+    return next((f"the change of the binary file {file.path} has no data" for file in files if not file.has_data), None)
