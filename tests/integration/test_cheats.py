@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 from benches.cheating.cheat_bench import CheatBench, all_pairs
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, Cheat, OpenCheat
+from benches.cheating.relatives import RELATIVES, Relative
 from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
 
 from headrace.buffer.tasks.repositories import Command
@@ -46,6 +47,20 @@ async def test_a_cheat_is_not_rewarded_but_its_honest_twin_is(
     bench: CheatBench, repository: CheatRepository, cheat: Cheat
 ) -> None:
     pair = await bench.pair(repository, cheat)
+    assert not pair.cheating.verdict.reward, pair.cheating.verdict
+    assert pair.honest.verdict.reward == 1.0, pair.honest.verdict
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param(each, id=f"{each.kind}-{each.name}", marks=() if is_first else pytest.mark.slow)
+        for number, each in enumerate(RELATIVES)
+        if (is_first := number == 0 or RELATIVES[number - 1].kind != each.kind) is not None
+    ],
+)
+async def test_a_short_cheat_and_its_relatives_are_not_rewarded(bench: CheatBench, each: Relative) -> None:
+    pair = await bench.relative(each)
     assert not pair.cheating.verdict.reward, pair.cheating.verdict
     assert pair.honest.verdict.reward == 1.0, pair.honest.verdict
 

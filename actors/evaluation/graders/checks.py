@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from headrace.actors.evaluation.graders.comparison import compare, last_answer
+from headrace.actors.evaluation.graders.comparison import COMPARE_USER, compare, last_answer
+from headrace.actors.evaluation.graders.history import make_account
 from headrace.actors.evaluation.graders.verdict import (
     MAX_DETAIL_CHARACTERS,
     EvaluatorFault,
@@ -30,6 +31,7 @@ async def run_check(spec: EvaluatorSpec, sandbox: Sandbox, *, agent_ids: Sequenc
     that the user with `agent_ids` (user id, group ids) could change. Raises ExecTimeout, SandboxGone,
     EvaluatorFault."""
     if spec.kind is EvaluatorKind.COMPARE:
+        await make_account(sandbox, COMPARE_USER)
         return await compare(sandbox, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
     result = None
     if spec.python == PYTHON and isinstance(sandbox, ProgramRunner) and imports_only(spec.check, PRELOADED):

@@ -4,56 +4,21 @@ Invariants:
 - The expected value never enters a sandbox: code that takes over the process still has to know the answer.
 - Two values are equal if they are the same JSON: the agent's `__eq__` is never called, and neither `True` and `1` nor
   `1` and `1.0` are equal.
-- Every baseline report is made without a patch in a clean sandbox, so agents cannot influence it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from headrace.actors.evaluation.graders.report import Report
 from headrace.actors.evaluation.graders.verdict import Verdict, broken, failed, printed, solved
 from headrace.actors.evaluation.in_sandbox import ISOLATED, program_command
-from headrace.buffer.tasks.task import Task, task_digest
 from headrace.sandboxes.base import Sandbox
 
 MAX_ANSWER_BYTES: Final = 1 << 20
-
-
-MAX_TASKS: Final = 64
-"""Number of cached reports; a report of 10,000 tests takes a few megabytes."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    report: Report | None = None
-
-
-class Baselines:
-    """Cache of the untouched repositories' reports for the MAX_TASKS most recently used tasks."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-
-    async def of(self, task: Task, measure: Callable[[], Awaitable[Report]]) -> Report:
-        """Return the report of a task's untouched repository, measured on the first call. Errors from `measure` are
-        raised, and the next call measures again."""
-        digest = task_digest(task)
-        entry = self._entries.setdefault(digest, _Entry())
-        self._entries.move_to_end(digest)
-        while len(self._entries) > MAX_TASKS:
-            self._entries.popitem(last=False)
-        # Rollouts of one task often end together, so the others wait for the first measurement.
-        async with entry.lock:
-            if entry.report is None:
-                entry.report = await measure()
-            return entry.report
+COMPARE_USER: Final = "agent"
 
 
 async def compare(
@@ -64,7 +29,7 @@ async def compare(
     python: str,
     options: str = f"{ISOLATED} -B",
     timeout_s: float,
-    user: str = "agent",
+    user: str = COMPARE_USER,
     cwd: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> Verdict:

@@ -149,9 +149,11 @@ class Dropped:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterRules:
     """Rules of the filter. `test_files` are files or folders in the tree that keep their base content, in addition to
-    paths that look like tests."""
+    paths that look like tests. With `new_names`, new files outside of folders of tests that only have the name of one
+    are kept, and the tests must not collect them."""
 
     test_files: frozenset[str] = frozenset()
+    new_names: bool = False
     max_file_bytes: int = 1 << 20
     max_bytes: int = 4 << 20
     max_files: int = 300
@@ -164,6 +166,8 @@ class FilteredDiff:
     diff: bytes = b""
     kept: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = field(default=())
+    uncollected: tuple[str, ...] = ()
+    """Kept files with the name of a test."""
 
 
 def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> FilteredDiff:
@@ -191,10 +195,12 @@ def filter_diff(diff: bytes, rules: FilterRules, base: Mapping[str, bytes]) -> F
     given = Counter(path for file in files for path in file.paths)
     left = Counter(path for file in kept for path in file.paths)
     kept = [file for file in kept if all(left[path] == given[path] for path in file.paths)]
+    paths = tuple(path for file in kept for path in file.paths)
     return FilteredDiff(
         diff=render_diff(kept),
-        kept=tuple(path for file in kept for path in file.paths),
+        kept=paths,
         dropped=tuple(Dropped(path=path, reason=reason) for path, reason in reasons.items()),
+        uncollected=tuple(path for path in paths if is_test(path, rules.test_files)),
     )
 
 
@@ -202,6 +208,8 @@ def reason_to_drop(file: FileDiff, rules: FilterRules) -> DropReason | None:
     """Return the reason to drop a whole change, or None to keep it."""
     for path in file.paths:
         reason = reason_for_path(path, rules.test_files, new=file.old_path is None or file.moved != "")
+        if reason is DropReason.TEST and rules.new_names and _has_only_the_name(file, rules.test_files):
+            continue
         if reason is not None:
             return reason
     present = (mode for path, mode in ((file.old_path, file.old_mode), (file.new_path, file.new_mode)) if path)
@@ -239,10 +247,21 @@ def reason_for_path(path: str, test_files: frozenset[str], *, new: bool) -> Drop
 
 def is_test(path: str, test_files: frozenset[str]) -> bool:
     """Return True for one of the task's test files, or for a path whose name marks it as a test."""
+    name = _basename(path.lower())
+    return _is_kept(path, test_files) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEST_NAMES)
+
+
+def _is_kept(path: str, test_files: frozenset[str]) -> bool:
     if any(path == test or path.startswith(test + "/") or test.startswith(path + "/") for test in test_files):
         return True
-    *folders, name = path.lower().split("/")
-    return bool(_TEST_FOLDERS & {*folders, name}) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEST_NAMES)
+    return bool(_TEST_FOLDERS & {*path.lower().split("/")})
+
+
+def _has_only_the_name(file: FileDiff, test_files: frozenset[str]) -> bool:
+    """Return whether a new file has the name of a test, but of none that exists, and is in no folder of tests."""
+    if file.old_path is not None or file.moved or _is_kept(file.path, test_files):
+        return False
+    return _basename(file.path).lower() not in {_basename(path).lower() for path in test_files}
 
 
 def _basename(path: str) -> str:

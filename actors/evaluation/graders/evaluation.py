@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headrace.actors.evaluation.graders.answer import score_answer
+from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.checks import run_check
-from headrace.actors.evaluation.graders.comparison import Baselines
 from headrace.actors.evaluation.graders.diff_filter import summary
 from headrace.actors.evaluation.graders.history import task_files
 from headrace.actors.evaluation.graders.patch import Patch, collect_patch
@@ -74,7 +74,7 @@ def verdict_of_episode(request: EvaluationRequest) -> Verdict | None:
 async def evaluate(
     request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines | None = None
 ) -> Verdict:
-    """Score one rollout. `baselines` caches reports of untouched repositories between calls. Sandbox errors become
+    """Score one rollout. `baselines` keeps what was found without changes. Sandbox errors become
     verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
     has_files = request.sandbox != NO_SANDBOX
@@ -127,13 +127,7 @@ async def _blame(
     if task.evaluator.kind is EvaluatorKind.PLUGIN:
         # Evaluators of other packages cannot score untouched files.
         return first
-    if task.evaluator.kind is EvaluatorKind.REPOSITORY:
-        untouched = await grade(task, LeftDiff(), sandboxes, baselines, always_twins=True)
-    elif task.evaluator.kind is EvaluatorKind.VERIFIER:
-        untouched = await score_untouched(task, sandboxes)
-    else:
-        files = Patch(changes={}).applied_to(await task_files(task), task.evaluator.hidden_files)
-        untouched = await _check_files(task, files, clean_spec(task), sandboxes)
+    untouched = await baselines.verdict(task, lambda: _score_untouched(task, sandboxes, baselines))
     if untouched.cause is Cause.EVALUATOR:
         return first
     again = await _score(request, sandboxes, baselines)
@@ -141,6 +135,16 @@ async def _blame(
         return again
     blamed = invalid(f"only the agent's files break the check: {again.detail}")
     return replace(blamed, log=again.log, patch=again.patch)
+
+
+async def _score_untouched(task: Task, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:
+    """Score a task's own files. Raises SandboxError, EvaluatorFault."""
+    if task.evaluator.kind is EvaluatorKind.REPOSITORY:
+        return await grade(task, LeftDiff(), sandboxes, baselines, always_twins=True)
+    if task.evaluator.kind is EvaluatorKind.VERIFIER:
+        return await score_untouched(task, sandboxes)
+    files = Patch(changes={}).applied_to(await task_files(task), task.evaluator.hidden_files)
+    return await _check_files(task, files, clean_spec(task), sandboxes)
 
 
 async def _score(request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:

@@ -13,7 +13,7 @@ from typing import Self
 
 from opentelemetry import trace
 
-from headrace.actors.evaluation.graders.comparison import Baselines
+from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
 from headrace.actors.evaluation.graders.functions import score_by_function
 from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
@@ -108,7 +108,7 @@ class Evaluator(ResourceOwner):
     def __init__(self, pool: SandboxPool, observing: ActorTelemetry, *, lease_s: float = LEASE_S) -> None:
         super().__init__()
         self._sandboxes = _CleanSandboxes(pool, lease_s)
-        self._baselines = Baselines()
+        self._baselines = Baselines(observing.run_dir and observing.run_dir / "untouched")
         self._observing = observing
         self._unboxed = 0
         """Number of verdicts without a sandbox so far."""

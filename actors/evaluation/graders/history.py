@@ -96,6 +96,29 @@ ANY_OWNER: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory
 """Environment for a task's commands, since git by default refuses trees owned by other users."""
 
 
+# An image of somebody's has the accounts that its own programs need, and no others.
+_ACCOUNT: Final = """
+name=$1 number=1000
+id -u "$name" > /dev/null 2>&1 && exit 0
+while cut -d: -f3 /etc/passwd /etc/group | grep -qx "$number"; do number=$((number + 1)); done
+for file in /etc/passwd /etc/group; do [ -z "$(tail -c 1 "$file")" ] || echo >> "$file"; done
+echo "$name:x:$number:$number:$name:/home/$name:/bin/sh" >> /etc/passwd
+echo "$name:x:$number:" >> /etc/group
+mkdir -p "/home/$name" && chown "$number:$number" "/home/$name"
+"""
+
+
+async def make_account(sandbox: Sandbox, name: str) -> None:
+    """Create an account in a sandbox whose image lacks it. Raises SandboxError."""
+    if name == "root" or name.isdigit():
+        return
+    result = await sandbox.exec(f"set -- {shlex.quote(name)}\n{_ACCOUNT}", cwd="/", timeout_s=_TIMEOUT_S)
+    if result.exit_code != 0:
+        raise SandboxError(
+            f"the account {name!r} could not be created: {result.stderr[-200:].decode(errors='replace')}"
+        )
+
+
 async def prepare(task: Task, sandbox: Sandbox) -> None:
     """Prepare an agent's sandbox. Raises SandboxError."""
     await lay_out(task, sandbox)
@@ -104,8 +127,11 @@ async def prepare(task: Task, sandbox: Sandbox) -> None:
 
 
 async def lay_out(task: Task, sandbox: Sandbox) -> None:
-    """Check out a task's base commit, write its files and run its commands. Raises SandboxError."""
+    """Create the user of a task's tests, check out its base commit, write its files and run its commands. Raises
+    SandboxError."""
     repository = task.repository
+    if repository is not None:
+        await make_account(sandbox, repository.user)
     if repository is not None and repository.base_commit:
         await _run(sandbox, repository, f"{GIT} checkout -q -f --detach {shlex.quote(repository.base_commit)}")
     if files := await task_files(task):

@@ -9,10 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 MAX_NAMED: Final = 5
 
@@ -42,6 +43,10 @@ class Report:
     named: frozenset[str] = frozenset()
     collected: frozenset[str] = frozenset()
     untwinned: frozenset[str] = frozenset()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """What a test with parameters is called with (see `in_sandbox.canary_plugin`)."""
+    sessions: int = 0
+    """Number of sessions that started."""
 
     @property
     def skipped(self) -> frozenset[str]:
@@ -80,6 +85,24 @@ class Report:
         """Return the failed tests and modules, sorted."""
         modules = {name for name, result in self.uncollected.items() if result != "skipped"}
         return tuple(sorted(self.having("failed") | modules))
+
+
+def keeps(untouched: str, patched: str) -> bool:
+    """Return whether a test is called with the same values as before. Objects may have more attributes."""
+    if not untouched or untouched == patched:
+        return True
+    try:
+        return _same_or_more(json.loads(untouched), json.loads(patched))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same_or_more(before: Any, after: Any) -> bool:
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(key in after and _same_or_more(value, after[key]) for key, value in before.items())
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return all(map(_same_or_more, before, after))
+    return bool(before == after)
 
 
 def missing_beside(report: Report, untouched: Report) -> tuple[str, ...]:
@@ -122,6 +145,7 @@ def merge_sessions(sessions: Sequence[Session]) -> Report:
     """Merge sessions without validation; used for unpatched code, whose tests may terminate the session."""
     results: dict[str, set[str]] = defaultdict(set)
     uncollected: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     found: dict[str, set[str]] = {"named": set(), "collected": set(), "untwinned": set()}
     for session in sessions:
         for event, test_id, result in session.records:
@@ -130,11 +154,15 @@ def merge_sessions(sessions: Sequence[Session]) -> Report:
                 results[test_id].add(result)
             elif event == "collect":
                 uncollected[test_id] = result
+            elif event == "parameters":
+                parameters[test_id] = result
             elif event in found:
                 found[event].add(test_id)
     return Report(
         results={test_id: frozenset(ends) for test_id, ends in results.items()},
         uncollected=uncollected,
+        parameters=parameters,
+        sessions=len(sessions),
         **{event: frozenset(ids) for event, ids in found.items()},
     )
 

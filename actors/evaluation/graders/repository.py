@@ -10,19 +10,23 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import secrets
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from headrace.actors.evaluation.graders.comparison import Baselines, compare
-from headrace.actors.evaluation.graders.diff_filter import Dropped, FilterRules, filter_diff, summary
+from headrace.actors.evaluation.graders.baselines import Baselines
+from headrace.actors.evaluation.graders.comparison import compare
+from headrace.actors.evaluation.graders.diff_filter import Dropped, FilterRules, filter_diff, reason_for_path, summary
 from headrace.actors.evaluation.graders.history import ANY_OWNER, GIT, lay_out
 from headrace.actors.evaluation.graders.patch_collection import LeftDiff, collect_diff
 from headrace.actors.evaluation.graders.report import (
     Report,
     ReportUntrusted,
     excused_twins,
+    keeps,
     merge_sessions,
     missing_beside,
     named,
@@ -30,7 +34,6 @@ from headrace.actors.evaluation.graders.report import (
     without_twin,
 )
 from headrace.actors.evaluation.graders.test_runner import RunBroken, TestRun, parse_logs, run_tests
-from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.graders.verdict import (
     CleanSandboxes,
     EvaluationRequest,
@@ -46,8 +49,9 @@ from headrace.actors.evaluation.graders.verdict import (
 )
 from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
-from headrace.buffer.tasks.repositories import RepositorySpec, Swepro, TestIds, required_ids
+from headrace.buffer.tasks.repositories import Command, RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.tasks.task import Task
+from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox
@@ -122,12 +126,15 @@ class _Grading:
     sandboxes: CleanSandboxes
     baselines: Baselines
     dropped: tuple[Dropped, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """What the tests of the first run were called with."""
 
     async def decide(self, *, always_twins: bool) -> Verdict:
         """Run the tests, judge their report, and confirm a passing report with twins."""
         outcome, self.dropped = await _run(self.task, self.left, self.sandboxes)
         if not isinstance(outcome, TestRun):
             return outcome
+        self.parameters = merge_sessions(outcome.sessions).parameters
         grader = _repository_of(self.task).grader
         if isinstance(grader, Swepro):
             judged = await self._judge_logs(grader, outcome)
@@ -142,8 +149,12 @@ class _Grading:
                 if missing
                 else _Passed(tuple(test_id for test_id in ids if "passed" in report.results[test_id]))
             )
+        elif isinstance(grader, Command):
+            judged = await self._judge_command(outcome)
         else:
             judged = await self._judge_all(_report_of(outcome))
+        if isinstance(judged, _Passed) and (changed := await self._changed_parameters(judged.tests)):
+            judged = failed(f"the patch changes what is tested: {named(changed)}")
         if isinstance(judged, _Passed):
             verdict = await self._confirm(judged.tests)
             verdict = replace(verdict, detail=join_details(verdict.detail, judged.note))
@@ -175,6 +186,27 @@ class _Grading:
             return failed(f"in the log, but not run by pytest: {named(absent)}")
         note = f"by the log alone, which the code under test can forge: {named(unreported)}"
         return _Passed(tuple(known), note)
+
+    async def _judge_command(self, run: TestRun) -> _Passed | Verdict:
+        """Require exit code 0, and of a command that runs pytest (here or in the untouched repository) the report
+        too."""
+        if run.exit_code != 0:
+            output = (run.stdout + run.stderr)[-200:].strip()
+            return failed(f"the command ended with exit code {run.exit_code}: {output}")
+        if run.sessions or run.intruded:
+            return await self._judge_all(_report_of(run))
+        if (await self._untouched()).sessions:
+            raise ReportUntrusted("no pytest session started, although one does in the untouched repository")
+        return _Passed((), "by the exit code alone: the command runs no pytest")
+
+    async def _changed_parameters(self, passed: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the passed tests that are called with other values than in the untouched repository."""
+        if not any(test_id in self.parameters for test_id in passed):
+            return ()
+        before = (await self._untouched()).parameters
+        return tuple(
+            test_id for test_id in passed if not keeps(before.get(test_id, ""), self.parameters.get(test_id, ""))
+        )
 
     async def _judge_all(self, report: Report) -> _Passed | Verdict:
         """Require that at least one test passed, none failed, and all tests of the untouched repository ran without new
@@ -218,7 +250,7 @@ class _Grading:
         return _report_of(outcome)
 
     async def _untouched(self) -> Report:
-        return await self.baselines.of(self.task, partial(_measure_untouched, self.task, self.sandboxes))
+        return await self.baselines.report(self.task, partial(_measure_untouched, self.task, self.sandboxes))
 
 
 async def _measure_untouched(task: Task, sandboxes: CleanSandboxes) -> Report:
@@ -249,8 +281,9 @@ async def _run(
                 code = result.exit_code
                 raise RunBroken(f"before_repo_set_cmd failed with exit code {code}: {result.stderr[-200:]!r}")
             tests |= set(result.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1])
+        support = await _test_support(sandbox, task, left.diff, tests)
         try:
-            filtered = filter_diff(left.diff, FilterRules(test_files=tests), left.base)
+            filtered = filter_diff(left.diff, FilterRules(test_files=tests | support, new_names=True), left.base)
         except DiffRefused:
             raise
         except Exception as error:
@@ -277,7 +310,38 @@ async def _run(
             )
             if compared.cause is not Cause.SOLVED:
                 return compared, filtered.dropped
-        return await run_tests(sandbox, repository, tests, timeout_s, twins=twins, cut=cut), filtered.dropped
+        run = await run_tests(
+            sandbox, repository, tests | support, timeout_s, uncollected=filtered.uncollected, twins=twins, cut=cut
+        )
+        return run, filtered.dropped
+
+
+async def _test_support(sandbox: Sandbox, task: Task, diff: bytes, tests: Collection[str]) -> frozenset[str]:
+    """Return the paths of a diff that serve the tests of the pristine repository (see `in_sandbox.test_support`).
+    Raises DiffRefused, RunBroken, SandboxError."""
+    repository = _repository_of(task)
+    touched = {path for file in parse_diff(diff) for path in file.paths}
+    paths = sorted(path for path in touched if reason_for_path(path, frozenset(tests), new=True) is None)
+    if not paths:
+        return frozenset()
+    given = {"workdir": repository.workdir, "paths": paths, "tests": sorted(tests), "hidden": _hidden(task)}
+    with in_part(EVALUATE_APPLY):
+        result = await sandbox.exec(
+            program_command(repository.python, "test_support"),
+            stdin=json.dumps(given).encode(),
+            cwd="/",
+            timeout_s=task.evaluator.timeout_s,
+        )
+    if result.exit_code != 0:
+        raise RunBroken(f"looking for the files of the tests failed ({result.exit_code}): {result.stderr[-200:]!r}")
+    return frozenset(json.loads(result.stdout))
+
+
+def _hidden(task: Task) -> dict[str, str]:
+    """Return the hidden files in the repository by their path there."""
+    inside = _repository_of(task).workdir + "/"
+    files = task.evaluator.hidden_files.items()
+    return {path.removeprefix(inside): text for path, text in files if path.startswith(inside)}
 
 
 def _named_tests(task: Task, repository: RepositorySpec) -> frozenset[str]:
@@ -292,10 +356,7 @@ def _named_tests(task: Task, repository: RepositorySpec) -> frozenset[str]:
             raise RunBroken(f"the test patch of the task is not a diff: {error}") from error
     if isinstance(grader, Swepro):
         paths |= {name for name in grader.selected_test_files if not name.startswith("/")}
-    inside = repository.workdir + "/"
-    return frozenset(
-        paths | {path.removeprefix(inside) for path in task.evaluator.hidden_files if path.startswith(inside)}
-    )
+    return frozenset(paths | _hidden(task).keys())
 
 
 async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, timeout_s: float) -> Verdict | None:
@@ -306,7 +367,7 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
     if not diff and not test_patch:
         return None
     folder = f"/opt/{secrets.token_hex(8)}"
-    await sandbox.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": test_patch.encode()})
+    await sandbox.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": _ended(test_patch)})
     result = await sandbox.exec(
         program_command(repository.python, "apply", folder), cwd=repository.workdir, timeout_s=timeout_s
     )
@@ -315,6 +376,11 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
     if result.exit_code != 0:
         raise RunBroken(f"the test patch of the task does not apply ({result.exit_code}): {result.stderr[-200:]!r}")
     return None
+
+
+def _ended(patch: str) -> bytes:
+    """Return a patch with the last line end, which data sets strip and git needs."""
+    return (patch if not patch or patch.endswith("\n") else patch + "\n").encode()
 
 
 def _report_of(run: TestRun) -> Report:

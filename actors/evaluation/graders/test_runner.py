@@ -18,6 +18,7 @@ from typing import Final
 from headrace.actors.evaluation.graders.history import ANY_OWNER
 from headrace.actors.evaluation.graders.report import Session
 from headrace.actors.evaluation.in_sandbox import program_command, source
+from headrace.actors.evaluation.in_sandbox.monitor import NO_USER
 from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError
@@ -28,11 +29,13 @@ _CUT_S: Final = 30.0
 """Extra time that the monitor has to stop tests at their deadline and return their report."""
 _MAIN: Final = """\
 import os, sys
+path, here = sys.path[1:], os.getcwd()
+sys.path[1:] = [entry for entry in path if not (entry + "/").startswith(here + "/")]
 import pytest, {plugin}
-sys.path[0] = os.getcwd()
+sys.path[:] = [here, *path]
 sys.exit(pytest.main({arguments!r}, plugins=[{plugin}]))
 """
-"""Imports pytest before the repository is on the path; `python -m pytest` would put the repository first."""
+"""Imports pytest before the repository is on the path, be it by `python -m pytest` or by PYTHONPATH."""
 
 
 class RunBroken(Exception):
@@ -67,11 +70,13 @@ async def run_tests(
     protected: Iterable[str],
     timeout_s: float,
     *,
+    uncollected: Iterable[str] = (),
     twins: bool = False,
     cut: bool = False,
 ) -> TestRun:
     """Run the grader's tests, or their twins. `protected` lists repository paths that the user running the tests must
-    not be able to change. With `cut`, tests are stopped at the timeout and the results so far are returned.
+    not be able to change, `uncollected` those that look like tests and are none. With `cut`, tests are stopped at the
+    timeout and the results so far are returned.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
     tools = _Tools()
@@ -87,6 +92,7 @@ async def run_tests(
         "user": repository.user,
         "protected": [f"{repository.workdir}/{path}" for path in sorted(protected)],
         "environment": environment,
+        "uncollected": [f"{repository.workdir}/{path}" for path in sorted(uncollected)],
         "twins": twins,
         "deadline_s": timeout_s if cut else None,
         "max_log_bytes": MAX_LOG_BYTES,
@@ -100,6 +106,8 @@ async def run_tests(
         timeout_s=timeout_s + _CUT_S * cut,
         max_output_bytes=6 * (2 * MAX_LOG_BYTES + MAX_REPORT_BYTES),
     )
+    if result.exit_code == NO_USER:
+        raise RunBroken(f"the tests could not be run: there is no user {repository.user!r}")
     if result.exit_code != 0:
         raise RunBroken(f"the tests could not be run ({result.exit_code}): {result.stderr[-200:]!r}")
     try:
@@ -115,7 +123,8 @@ def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict
     match grader:
         case TestIds():
             paths = list(dict.fromkeys(test_id.split("::")[0] for test_id in required_ids(grader)))
-            arguments = ["-p", "no:cacheprovider", "-q", *paths]
+            # The user of the tests may not be able to write to the repository, and its options may need a cache.
+            arguments = ["-o", f"cache_dir=/tmp/{tools.plugin}", "-q", *paths]
             text = _MAIN.format(plugin=tools.plugin, arguments=arguments)
             return [repository.python, f"{tools.folder}/main.py"], {"main.py": text}
         case Script():

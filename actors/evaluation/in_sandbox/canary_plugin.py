@@ -5,64 +5,147 @@ a socket whose number is in the environment; without a socket it does nothing. I
 - Results come from the exception that ended a phase, not from hooks that changed it.
 - A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, as a unittest
   case and, if there are doctests, as a doctest. Code that turns failures into passes, or skips tests, affects the
-  canaries too.
-- In a twin session, every test runs its body and then raises a new exception object from this plugin, created after the
-  body has returned. Only a test that ends with this very object is a `twin`; other plugins see a pass.
-- Canaries and twins change neither the session's outcome nor its limits.
+  canaries too. Their names are made of words of the module's own tests; the report has their secret names.
+- In a twin session, every test runs its body and then raises. Only a frame of the code that was made for this test,
+  which has come to the end, proves that: no object that the code under test could find and use does.
+- Whatever a result passes through is bound here, before any code of the repository runs.
+- Canaries and twins change neither the session's outcome nor its limits. Tests run in this process and in one only,
+  whatever the repository's options say.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+
+# What is imported here is the standard library's, and a repository that has a module of that name still gets its own.
+_path, _before = sys.path[:], set(sys.modules)
+sys.path[:] = [entry for entry in _path if entry.startswith(os.path.dirname(os.__file__))]
+
 import ast
+import builtins
+import dis
 import doctest
 import functools
 import inspect
 import json
-import os
 import random
+import re
 import socket
+import types
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from hashlib import sha256
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import Any
+
+sys.path[:] = _path
+for _module in set(sys.modules) - _before:
+    _names = [os.path.join(entry, _module) for entry in _path if not entry.startswith(os.path.dirname(os.__file__))]
+    if any(os.path.isfile(name + ".py") or os.path.isdir(name) for name in _names):
+        del sys.modules[_module]
 
 import pytest
 
+globals().update({name: value for name, value in vars(builtins).items() if not name.startswith("_")})
+_quote = json.encoder.encode_basestring_ascii
+_chance = random.SystemRandom()  # its state is not the tests', and no seed of theirs reaches it
+
 MAX_PARENTS = 64
+MAX_DESCRIPTOR = 1000
+MAX_PARTS, MAX_PARAMETERS = 50, 1 << 14
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SELECTIONS = ("keyword", "markexpr", "deselect", "lf", "last_failed")
+WHOLE = {"dist": "no", "tx": [], "numprocesses": 0, "looponfail": False, "forked": False, "boxed": False}
+WHOLE.update({"stepwise": False, "maxfail": 0, "continue_on_collection_errors": True})
+"""Options with which every test runs, and in this process: those of pytest, pytest-xdist and pytest-forked."""
 _given = os.environ.pop("HEADRACE_REPORT", "")
 os.environ.pop("PYTEST_PLUGINS", None)
-_NAME = f"reporter-{random.getrandbits(64):x}"
+_NAME = f"reporter-{os.urandom(8).hex()}"
 
 
 class BodyReturned(Exception):
     """Raised by a twin after its body has returned."""
 
 
-def make_twin(body: Any, end: Callable[[], None], without_end: Callable[[str], None]) -> Any:
-    """Return the test function with a call to `end` after it; `without_end` receives the reason if that is
-    impossible."""
-    if inspect.iscoroutinefunction(body):
+BODY, LATE, WARN, PROOF, ISINSTANCE, HASATTR = range(710001, 710007)
+TWINS = f"""
+def plain(*args, **named):
+    result = {BODY}(*args, **named)
+    if {ISINSTANCE}(result, {LATE}) or {HASATTR}(result, "__await__") or {HASATTR}(result, "addCallbacks"):
+        {WARN}("its body runs after it returned")
+        return result
+    raise {PROOF}
 
-        @functools.wraps(body)
-        async def twin(*args: Any, **named: Any) -> None:
-            await body(*args, **named)
-            end()
+async def coroutine(*args, **named):
+    await {BODY}(*args, **named)
+    raise {PROOF}
+"""
+"""The numbers stand for constants of the code, which no other code can change."""
 
-        return twin
 
-    @functools.wraps(body)
-    def plain_twin(*args: Any, **named: Any) -> Any:
-        result = body(*args, **named)
-        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
-            without_end("its body runs after it returned")
-            return result
-        if hasattr(result, "addCallbacks"):
-            without_end("its body returns a Deferred")
-            return result
-        return end()
+def _templates() -> tuple[Any, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a number is no function
+        return tuple(part for part in compile(TWINS, "twin", "exec").co_consts if isinstance(part, types.CodeType))
 
-    return plain_twin
+
+_PLAIN, _COROUTINE = _templates()
+_RAISES = {
+    code.co_name: [line.offset for line in dis.get_instructions(code) if line.opname == "RAISE_VARARGS"]
+    for code in (_PLAIN, _COROUTINE)
+}
+_DOCTEST_RUN: Any = vars(doctest.DocTestRunner)["_DocTestRunner__run"]
+
+
+def with_constants(code: Any, values: dict[int, Any]) -> Any:
+    """Return code in which constants are replaced."""
+    constants = tuple(values.get(value, value) if type(value) is int else value for value in code.co_consts)
+    if hasattr(code, "replace"):
+        return code.replace(co_consts=constants)
+    names = "argcount kwonlyargcount nlocals stacksize flags code names varnames filename name firstlineno lnotab"
+    given = [getattr(code, "co_" + name) for name in names.split()]
+    make: Any = types.CodeType
+    return make(*given[:6], constants, *given[6:], code.co_freevars, code.co_cellvars)
+
+
+def copied(body: Any) -> Any:
+    """Return a test function that changes of the original do not reach."""
+    function = getattr(body, "__func__", body)
+    if type(function) is not types.FunctionType:
+        return body
+    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copy: Any = functools.update_wrapper(types.FunctionType(function.__code__, *parts), function)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copy, body.__self__) if isinstance(body, types.MethodType) else copy
+
+
+def make_twin(body: Any, without_end: Callable[[str], None]) -> tuple[Any, Any]:
+    """Return the twin of a test function and its code; `without_end` receives the reason if it cannot have an end."""
+    body = copied(body)
+    late = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+    values = {BODY: body, LATE: late, WARN: without_end, PROOF: BodyReturned}
+    values.update({ISINSTANCE: isinstance, HASATTR: hasattr})
+    is_coroutine = inspect.iscoroutinefunction(body) or getattr(getattr(body, "__code__", None), "co_flags", 0) & 0x180
+    code = with_constants(_COROUTINE if is_coroutine else _PLAIN, values)
+    return functools.wraps(body)(types.FunctionType(code, {})), code
+
+
+def has_ended(raised: Any, code: Any) -> bool:
+    """Return whether an exception comes from the end of a twin: its innermost frame is one of this very code, and has
+    stopped there."""
+    if type(raised) is not BodyReturned or raised.__traceback__ is None:
+        return False
+    frames = [raised.__traceback__]
+    while frames[-1].tb_next is not None:
+        frames.append(frames[-1].tb_next)
+    if isinstance(code, doctest.DocTest):
+        run = next((part.tb_frame for part in frames if part.tb_frame.f_code is _DOCTEST_RUN.__code__), None)
+        return run is not None and run.f_locals.get("examplenum") == len(code.examples) - 1
+    frame = frames[-1].tb_frame
+    return frame.f_code is code and frame.f_lasti in _RAISES[code.co_name]
 
 
 def is_doctest(item: Any) -> bool:
@@ -140,25 +223,76 @@ def all_raise() -> bool:
     return True
 
 
+def shown(value: Any, depth: int = 3) -> str:
+    """Return a value as JSON without addresses. What stands in an object's attributes is an object there, so that an
+    honest change, which adds some, can be told from one of the values."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes, range):
+        return _quote(repr(value)[:200])
+    name = _quote(f"{kind.__module__}.{getattr(value, '__qualname__', kind.__qualname__)}")
+    if depth == 0 or isinstance(value, (type, types.FunctionType, types.ModuleType)):
+        return name
+    if kind is dict:
+        value = list(value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [shown(each, depth - (kind is not dict)) for each in list(value)[:MAX_PARTS]]
+        parts = sorted(parts) if kind in (set, frozenset) else parts
+        return f"[{', '.join([name, str(len(value)), *parts])}]"
+    inside = getattr(value, "__dict__", None)
+    if type(inside) is not dict:
+        return name
+    named = (f"{_quote(str(key)[:100])}: {shown(each, depth - 1)}" for key, each in list(inside.items())[:MAX_PARTS])
+    return f"[{name}, {{{', '.join(named)}}}]"
+
+
+def parameters(item: Any) -> str:
+    """Return what a test is called with, or a digest of it if that is long."""
+    text = ", ".join(f"{_quote(name)}: {shown(value)}" for name, value in sorted(item.callspec.params.items()))
+    return f"{{{text}}}" if len(text) < MAX_PARAMETERS else _quote(sha256(text.encode()).hexdigest())
+
+
+def reporting(channel: socket.socket, key: str) -> Callable[..., None]:
+    """Return the function that sends a record, which looks nothing up when it is called."""
+    send, quote = channel.sendall, _quote
+
+    def say(event: str, test: str = "", result: str = "") -> None:
+        line = '{"event": %s, "id": %s, "result": %s, "key": %s}\n'
+        send((line % (quote(event), quote(test), quote(result), quote(key))).encode())
+
+    return say
+
+
+def opened(number: int) -> socket.socket:
+    """Return the channel under a high number, which tests that close the low ones leave alone."""
+    limit = min(getrlimit(RLIMIT_NOFILE)[0], MAX_DESCRIPTOR)
+    high = fcntl(number, F_DUPFD_CLOEXEC, max(limit - 8, 3))
+    os.close(number)
+    return socket.socket(fileno=high)
+
+
 class Reporter:
     """Pytest hooks of one session. `phases` holds the results that the running test has had so far."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self.channel = channel
-        self.key = ""
-        self.say(event="start")
+        reporting(channel, "")("start")
         with channel.makefile("rb") as lines:
-            self.key, self.must_pass, self.must_fail, self.twins = json.loads(lines.readline())
+            key, *secrets, self.twins, self.ignored = json.loads(lines.readline())
+        self.say = reporting(channel, key)
         self.phases: dict[str, list[str]] = {}
-        self.raised: dict[Any, BodyReturned] = {}
+        self.planted: dict[Any, Any] = {}
+        """The code of a running twin, or its doctest."""
+        self.must_pass, self.must_fail = secrets
+        self.canaries: dict[Any, str] = {}
+        """Secret names of the canaries."""
+        self.names: set[str] = set()
+        """Names of tests that are taken."""
         self.failed_canaries = 0
 
-    def say(self, **record: Any) -> None:
-        self.channel.sendall(json.dumps(dict(record, key=self.key)).encode() + b"\n")
-
+    @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: Any) -> None:
-        config.option.maxfail = 0
-        config.option.continue_on_collection_errors = True
+        for name in WHOLE.keys() & vars(config.option).keys():
+            setattr(config.option, name, WHOLE[name])
+        config.option.ignore = [*(config.option.ignore or []), *self.ignored]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
@@ -166,87 +300,114 @@ class Reporter:
             # pytest before 7 reads it from the parent of every function (support of nose).
             session.obj = None
         for item in items if self.twins else ():
-            self.say(event="collected", id=item.nodeid)
+            self.say("collected", item.nodeid)
             if not isinstance(item, pytest.Function) and not is_doctest(item):
-                self.say(event="untwinned", id=item.nodeid, result=type(item).__name__)
-        canaries = [*self.cases(session), *self.functions(session, session), *self.doctests(items)]
+                self.say("untwinned", item.nodeid, type(item).__name__)
+        for item in items:
+            if hasattr(item, "callspec"):
+                self.say("parameters", item.nodeid, parameters(item))
+        words = sorted({word for item in items for word in re.findall("[a-z]{2,}", item.name.lower())} - {"test"})
+        self.names.update(item.name.partition("[")[0] for item in items)
+        canaries = [*self.cases(session, words), *self.functions(session, session, words), *self.doctests(items, words)]
         places: dict[int, int] = {}
         for place, item in enumerate(items):
             places.setdefault(id(item.getparent(pytest.Module)), place)
         for place in sorted(places.values(), reverse=True)[-MAX_PARENTS:]:
-            pair = list(self.functions(session, items[place].getparent(pytest.Module) or session))
-            random.shuffle(pair)
-            items[place:place] = pair
+            items[place:place] = self.functions(session, items[place].getparent(pytest.Module) or session, words)
         items.extend(canaries)
 
-    def functions(self, session: Any, parent: Any) -> list[Any]:
+    def named(self, words: list[str]) -> dict[str, str]:
+        """Return unused names for a pair of canaries, with their secret names, in any order."""
+        names: list[str] = []
+        while len(names) < 2:
+            chosen = _chance.sample(words, min(len(words), _chance.randint(2, 4))) or ["result"]
+            name = "_".join(["test", *chosen])
+            while name in self.names:
+                name += f"_{_chance.randint(2, 99)}"
+            self.names.add(name)
+            names.append(name)
+        secrets = [self.must_pass, self.must_fail]
+        _chance.shuffle(secrets)
+        return dict(zip(names, secrets))
+
+    def body(self, secret: str, parent: Any) -> Callable[[], None]:
+        """Return a canary as if its code were from a file of tests."""
+        path = str(getattr(parent, "path", None) or parent.fspath)
+        wanted = 1 if secret == self.must_pass else 2
+        text = f"def canary():\n    if {wanted} == 1 or all_raise():\n        assert {wanted} == 1\n"
+        found: dict[str, Any] = {"all_raise": all_raise}
+        exec(compile(text, path, "exec"), found)
+        return found["canary"]  # type: ignore[no-any-return]
+
+    def functions(self, session: Any, parent: Any, words: list[str]) -> list[Any]:
         """Return a pair of canary functions in a test module, so that patches to its tests affect them too."""
-
-        def passing() -> None:
-            assert len(self.must_pass) == 16
-
-        def failing() -> None:
-            if all_raise():
-                assert len(self.must_fail) == 17
-
-        pairs = ((self.must_pass, passing), (self.must_fail, failing))
         make = getattr(pytest.Function, "from_parent", None) or (
             lambda node, **rest: pytest.Function(parent=node, **rest)
         )
-        return [make(parent, name="test_" + name, callobj=function) for name, function in pairs]
+        made = []
+        for name, secret in self.named(words).items():
+            made.append(make(parent, name=name, callobj=self.body(secret, parent)))
+            self.canaries[made[-1]] = secret
+        return made
 
-    def cases(self, session: Any) -> list[Any]:
+    def cases(self, session: Any, words: list[str]) -> list[Any]:
         """Return canaries as methods of a unittest.TestCase, which pytest runs differently."""
+        if not session.config.pluginmanager.has_plugin("unittest"):
+            return []
         from _pytest.unittest import UnitTestCase
 
         def passing(case: Any) -> None:
-            case.assertEqual(len(self.must_pass), 16)
+            case.assertEqual(1, 1)
 
         def failing(case: Any) -> None:
-            case.assertEqual(len(self.must_fail), 17)
+            case.assertEqual(1, 2)
 
-        names = {"test_" + self.must_pass: passing, "test_" + self.must_fail: failing}
-        case = type("TestCase" + self.must_pass[:4], (unittest.TestCase,), names)
+        names = self.named(words)
+        bodies = {name: passing if secret == self.must_pass else failing for name, secret in names.items()}
+        case = type("".join(map(str.title, next(iter(names)).split("_"))), (unittest.TestCase,), bodies)
         try:
             node = UnitTestCase.from_parent(session, name=case.__name__, obj=case)
             node.obj = case
-            return list(node.collect())
+            made = list(node.collect())
         except (TypeError, AttributeError):
             return []
+        self.canaries.update((item, names[item.name]) for item in made)
+        return made
 
-    def doctests(self, items: list[Any]) -> list[Any]:
+    def doctests(self, items: list[Any], words: list[str]) -> list[Any]:
         """Return canaries as doctests that use the runner of the first doctest."""
         made: list[Any] = []
         first: Any = next(filter(is_doctest, items), None)
         if not hasattr(first, "from_parent"):
             return made
-        for name, output in ((self.must_pass, "1\n"), (self.must_fail, "2\n")):
+        for name, secret in self.named(words).items():
+            output = "1\n" if secret == self.must_pass else "2\n"
             test = doctest.DocTest([doctest.Example("1\n", output)], {}, name, first.dtest.filename, None, "")
-            made.append(first.from_parent(first.parent, name="test_" + name, runner=first.runner, dtest=test))
+            made.append(first.from_parent(first.parent, name=name, runner=first.runner, dtest=test))
+            self.canaries[made[-1]] = secret
         return made
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: Any) -> Any:
-        if self.twins and item.name not in ("test_" + self.must_pass, "test_" + self.must_fail):
+        if self.twins and item not in self.canaries:
             self.plant(item)
         yield
 
     def plant(self, item: Any) -> None:
         """Turn a test into its twin by replacing its body, the innermost part that all kinds of tests have."""
 
-        def end() -> None:
-            self.raised[item] = BodyReturned()
-            raise self.raised[item]
-
         def without_end(reason: str) -> None:
-            self.say(event="untwinned", id=item.nodeid, result=reason)
+            self.say("untwinned", item.nodeid, reason)
 
         if is_doctest(item):
-            name = f"end_{random.getrandbits(64):x}"
-            item.dtest.globs[name] = end
-            item.dtest.examples.append(doctest.Example(name + "()\n", ""))
+            if getattr(type(item.runner), "_DocTestRunner__run", None) is not _DOCTEST_RUN:
+                without_end("its runner is not the standard library's")
+            name = f"end_{os.urandom(8).hex()}"
+            item.dtest.globs[name] = BodyReturned
+            item.dtest.examples.append(doctest.Example(f"raise {name}\n", ""))
+            self.planted[item] = item.dtest
         elif isinstance(item, pytest.Function):
-            item.obj = make_twin(item.obj, end, without_end)
+            item.obj, self.planted[item] = make_twin(item.obj, without_end)
             case = getattr(item, "_testcase", None) or getattr(item, "instance", None)
             if isinstance(case, unittest.TestCase):
                 # Some pytest versions, and all for async methods, look up the method on the case.
@@ -256,12 +417,12 @@ class Reporter:
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         outcome = yield
         report = outcome.get_result()
-        ours = self.raised.pop(item, None)
+        planted = self.planted.get(item) if call.when == "call" else None
         # A unittest case whose cleanup fails after its body has two exceptions; the first one is not enough.
         if (
-            ours is not None
+            planted is not None
             and call.excinfo
-            and unwrapped(call.excinfo.value) is ours
+            and has_ended(unwrapped(call.excinfo.value), planted)
             and not getattr(item, "_excinfo", 0)
         ):
             report.outcome, report.longrepr, call.excinfo = "passed", None, None
@@ -270,10 +431,12 @@ class Reporter:
             phase = self.phase(report, call)
         self.phases.setdefault(item.nodeid, []).append(phase)
         if report.when == "teardown":
+            self.planted.pop(item, None)
             phases = self.phases.pop(item.nodeid)
             result = next((word for word in ("failed", "skipped", "xfailed", "twin") if word in phases), "passed")
-            self.failed_canaries += result == "failed" and item.name == "test_" + self.must_fail
-            self.say(event="test", id=item.nodeid, result=result)
+            secret = self.canaries.get(item)
+            self.failed_canaries += result == "failed" and secret == self.must_fail
+            self.say("test", f"{item.nodeid}::test_{secret}" if secret else item.nodeid, result)
 
     @staticmethod
     def phase(report: Any, call: Any) -> str:
@@ -289,12 +452,12 @@ class Reporter:
         report = outcome.get_result()
         if report.outcome == "passed":
             return
-        self.say(event="collect", id=report.nodeid, result=report.outcome)
+        self.say("collect", report.nodeid, report.outcome)
         chosen = any(getattr(collector.config.option, name, None) for name in SELECTIONS)
         if report.outcome == "failed" and isinstance(collector, pytest.Module) and not chosen:
             try:
                 for test_id in test_ids_in_source(collector):
-                    self.say(event="named", id=test_id)
+                    self.say("named", test_id)
             except (OSError, SyntaxError, ValueError):
                 pass
 
@@ -304,12 +467,11 @@ class Reporter:
         yield
         if int(exitstatus) == 1 and session.testsfailed <= self.failed_canaries:
             session.exitstatus = 0
-        self.say(event="end")
+        self.say("end")
 
 
 def pytest_addhooks(pluginmanager: Any) -> None:
     """Register the reporter, in the first hook that receives the plugin manager."""
     if _given and not pluginmanager.has_plugin(_NAME):
-        channel = socket.socket(fileno=int(_given))
-        channel.set_inheritable(False)
-        pluginmanager.register(Reporter(channel), _NAME)
+        pluginmanager.register(Reporter(opened(int(_given))), _NAME)
+        sys.modules.pop(__name__, None)

@@ -60,7 +60,8 @@ class Sessions(threading.Thread):
     def __init__(self, channel: socket.socket, given: dict[str, Any], command: int) -> None:
         super().__init__(daemon=True)
         self.command = command
-        self.channel, self.left, self.twins = channel, given["max_report_bytes"], given["twins"]
+        self.channel, self.left = channel, given["max_report_bytes"]
+        self.told = [given["twins"], given["uncollected"]]
         self.sessions: dict[str, dict[str, Any]] = {}
         self.began: set[int] = set()
         self.intruded = False
@@ -97,7 +98,7 @@ class Sessions(threading.Thread):
             self.began.add(sender)
             key, *names = (secrets.token_hex(8) for _ in range(3))
             self.sessions[key] = {"must_pass": names[0], "must_fail": names[1], "ended": False, "records": []}
-            self.channel.sendall(json.dumps([key, *names, self.twins]).encode() + b"\n")
+            self.channel.sendall(json.dumps([key, *names, *self.told]).encode() + b"\n")
             return
         session = self.sessions.get(str(record.pop("key", "")))
         if session is not None and not session["ended"]:

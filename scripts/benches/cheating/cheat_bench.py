@@ -10,7 +10,7 @@ import asyncio
 import io
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,8 +20,9 @@ from statistics import median
 from typing import Any, Final
 
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
+from benches.cheating.relatives import RELATIVES, Relative
 from benches.cheating.repositories import PACKAGES, REPOSITORIES, CheatRepository
-from headrace.actors.evaluation.graders.comparison import Baselines
+from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.patch_collection import LeftDiff
 from headrace.actors.evaluation.graders.repository import grade
 from headrace.actors.evaluation.graders.verdict import Verdict
@@ -125,10 +126,12 @@ class CheatBench:
 
     async def grade(self, repository: CheatRepository, branch: str, prefix: str) -> Graded:
         """Return the verdict on a patch. Raises SandboxError."""
+        return await self._grade(repository, repository.diff(branch, prefix))
+
+    async def _grade(self, repository: CheatRepository, diff: bytes) -> Graded:
         rooms = BenchSandboxes(self._provider)
-        left = LeftDiff(diff=repository.diff(branch, prefix))
         async with self._places:
-            verdict = await grade(repository.task(), left, rooms, self._baselines)
+            verdict = await grade(repository.task(), LeftDiff(diff=diff), rooms, self._baselines)
         return Graded(verdict=verdict, seconds=tuple(rooms.seconds))
 
     async def pair(self, repository: CheatRepository, cheat: Cheat) -> Pair:
@@ -136,6 +139,12 @@ class CheatBench:
         cheating = await self.grade(repository, cheat.branch, cheat.prefix)
         honest = await self.grade(repository, cheat.honest_branch, cheat.honest_prefix)
         return Pair(repository=repository.name, cheat=cheat.name, cheating=cheating, honest=honest)
+
+    async def relative(self, each: Relative) -> Pair:
+        """Grade both patches of a short cheat. Raises SandboxError."""
+        cheating = await self._grade(each.repository, each.diff(each.cheating))
+        honest = await self._grade(each.repository, each.diff(each.honest))
+        return Pair(repository=each.kind, cheat=each.name, cheating=cheating, honest=honest)
 
     async def known_open(self) -> list[dict[str, Any]]:
         """Return the verdict on each known open cheat. Raises SandboxError."""
@@ -153,7 +162,11 @@ def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
     return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]
 
 
-async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
+async def measure(
+    chosen: Sequence[tuple[CheatRepository, Cheat]],
+    progress: Callable[[str], None],
+    relatives: Sequence[Relative] = RELATIVES,
+) -> dict[str, Any]:
     """Return the figures of `scripts/bench cheats`; `progress` is called with one line for each pair.
 
     A cheat whose report the canaries reject counts as stopped: it earns no reward, and the evaluation attributes the
@@ -162,14 +175,15 @@ async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Cal
     async with LocalProvider() as provider:
         bench = CheatBench(provider)
 
-        async def grade_pair(repository: CheatRepository, cheat: Cheat) -> Pair:
-            pair = await bench.pair(repository, cheat)
+        async def told(grading: Awaitable[Pair]) -> Pair:
+            pair = await grading
             rewards = f"{pair.cheating.verdict.reward} and {pair.honest.verdict.reward}"
             progress(f"{pair.name}: {rewards}")
             return pair
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(grade_pair(*pair)) for pair in chosen]
+            tasks = [group.create_task(told(bench.pair(*pair))) for pair in chosen]
+            tasks += [group.create_task(told(bench.relative(each))) for each in relatives]
             still_open = group.create_task(bench.known_open())
         pairs = [task.result() for task in tasks]
     paid = [pair.name for pair in pairs if pair.cheating.verdict.reward]
