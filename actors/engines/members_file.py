@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ class Roster:
     retired: frozenset[str] = field(default_factory=frozenset)
     incarnation: int = 0
     time_s: float = 0.0
+
+    def without_loads(self) -> Roster:
+        """Return what a successor and the gateway need: all but the numbers of requests."""
+        engines = (replace(engine, running=None, waiting=None) for engine in self.engines)
+        return replace(self, engines=tuple(engines))
 
     def write(self, path: Path) -> None:
         document = {

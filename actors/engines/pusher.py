@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 from headrace.actors.engines.fleet import Fleet
 from headrace.actors.engines.gate import GatewayGate
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 RECORD_S = 30.0
 """Time limit for the record of a push to be written; until then no other push begins."""
+LOADS_S = 10.0
+"""Age from which the members file is written again though nothing but the engines' loads can have changed."""
 TABLE_NUMBER_BITS = 32
 """Low bits of a table's version: the number of the table. The bits above are the incarnation."""
 
@@ -57,6 +60,10 @@ class Publisher:
         self._registry = registry
         self._gate = gate
         self._incarnation = self._tables = 0
+        self._writing = Lock()
+        self._made = self._written = 0
+        self._known = Roster()
+        self._known_s = 0.0
         self._has_serving_engine = False
         self._published = asyncio.Event()
 
@@ -68,8 +75,9 @@ class Publisher:
         self._incarnation = max(roster.incarnation, published) + 1
 
     async def publish(self) -> None:
-        """Write the members file and send the gateway a routing table."""
-        self.write_roster()
+        """Write the members file, if it has changed, and send the gateway a routing table."""
+        # A disk that stalls must not stop the group's probes and gates with it.
+        await asyncio.to_thread(self._write, *self._roster())
         self._tables += 1
         await self._gate.route(self._registry.table((self._incarnation << TABLE_NUMBER_BITS) + self._tables))
         self._has_serving_engine = bool(self._registry.in_state(EngineState.SERVING))
@@ -77,13 +85,27 @@ class Publisher:
         self._published = asyncio.Event()
 
     def write_roster(self) -> None:
-        roster = Roster(
+        """Write the members file, if it has changed. Raises OSError."""
+        self._write(*self._roster())
+
+    def _roster(self) -> tuple[int, Roster]:
+        """Return what the members file should have now, and how many came before."""
+        self._made += 1
+        return self._made, Roster(
             engines=self._fleet.statuses(time.monotonic()),
             started=self._fleet.started,
             retired=frozenset(self._fleet.retired),
             incarnation=self._incarnation,
         )
-        roster.write(self._path)
+
+    def _write(self, number: int, roster: Roster) -> None:
+        with self._writing:
+            now_s = time.monotonic()
+            is_due = now_s - self._known_s >= LOADS_S
+            if number < self._written or (not is_due and roster.without_loads() == self._known):
+                return
+            roster.write(self._path)
+            self._written, self._known, self._known_s = number, roster.without_loads(), now_s
 
     async def wait_for_serving(self, *, unlike: bool, timeout_s: float) -> bool:
         """Return True if the last table had a serving engine. Waits until the result differs from `unlike`, for at most
