@@ -25,6 +25,8 @@ class StuckWatch:
 
     def __init__(self) -> None:
         self._ended: OrderedDict[tuple[str, str], deque[float]] = OrderedDict()
+        self._p95_s: dict[tuple[str, str], float] = {}
+        """That of each cohort since an attempt of it last ended: it is asked for each running rollout."""
         self._named: set[tuple[str, int]] = set()
 
     def ended(self, order: RolloutOrder, seconds: float | None) -> None:
@@ -35,16 +37,21 @@ class StuckWatch:
         for task in (order.task_id, ""):
             known = self._ended.setdefault((order.purpose, task), deque(maxlen=REMEMBERED))
             known.append(seconds)
+            self._p95_s.pop((order.purpose, task), None)
             self._ended.move_to_end((order.purpose, task))
         while len(self._ended) > MAX_TASKS:
-            self._ended.popitem(last=False)
+            cohort, _ = self._ended.popitem(last=False)
+            self._p95_s.pop(cohort, None)
 
     def p95_s(self, order: RolloutOrder) -> float | None:
         """Return the 95th percentile of the attempt's cohort in seconds; None if too few have ended."""
         for task in (order.task_id, ""):
-            known = self._ended.get((order.purpose, task), ())
+            cohort = (order.purpose, task)
+            known = self._ended.get(cohort, ())
             if len(known) >= FEW:
-                return float(np.quantile(known, 0.95))
+                if cohort not in self._p95_s:
+                    self._p95_s[cohort] = float(np.quantile(known, 0.95))
+                return self._p95_s[cohort]
         return None
 
     def warning(self, order: RolloutOrder, seconds: float, part: str, part_s: float) -> str | None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,7 +97,12 @@ def this_process() -> Process:
     import ray
 
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-    return Process(node=node, id=os.getpid(), started=started(os.getpid()))
+    return Process(node=node, id=os.getpid(), started=_own_start(os.getpid()))
+
+
+@cache
+def _own_start(process_id: int) -> int:
+    return started(process_id)
 
 
 def this_node() -> str:
