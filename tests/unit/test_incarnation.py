@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -204,6 +205,44 @@ async def test_a_restart_on_the_same_host_after_a_clean_end_does_not_wait(tmp_pa
     waiting = asyncio.create_task(third.acquire())
     assert not (await asyncio.wait([waiting], timeout=0.1))[0], f"incarnation {killed.number} has not ended in order"
     waiting.cancel()
+
+
+async def test_nobody_waits_for_a_predecessor_of_another_host_that_ended_in_order(tmp_path: Path, clock: Clock) -> None:
+    first = await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    await first.end()
+    path = tmp_path / FOLDER / "000001.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"host": "other", "boot": "another"}))
+    second = await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    async with asyncio.timeout(GUARD_S):
+        await second.acquire()
+
+
+async def test_an_end_during_a_renewal_is_recorded(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, may_go_on, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        entered.set()
+        assert may_go_on.wait(GUARD_S)
+        fsync(descriptor)
+
+    async with held(tmp_path, clock) as (incarnation, _):
+        monkeypatch.setattr(os, "fsync", slow)
+        assert await asyncio.to_thread(entered.wait, GUARD_S)
+    ending = asyncio.create_task(incarnation.end())
+    await asyncio.sleep(0)
+    may_go_on.set()
+    await ending
+    assert newest_incarnation(tmp_path).ended
+
+
+async def test_a_holder_that_never_acted_does_not_record_an_end(tmp_path: Path, clock: Clock) -> None:
+    """Its predecessor may still act, and the successor must not take its word."""
+    await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    second = await Incarnation.take(tmp_path, OFTEN, clock=clock)
+    await second.end()
+    assert not newest_incarnation(tmp_path).ended
 
 
 async def test_a_fenced_holder_does_not_record_a_clean_end_and_cannot_come_back(tmp_path: Path, clock: Clock) -> None:

@@ -9,8 +9,8 @@ Invariants:
 - A holder ends when it reads a higher number, or when it has not renewed its file for `end_after_s`. Time is that of a
   clock that runs on while the process or its machine is stopped. A renewal counts from its start.
 - A new holder writes its file and waits `takeover_s`, which is longer than the old holder can go on: it then has ended
-  or knows of its successor. The first incarnation need not wait, nor one on the same host since the same boot after its
-  predecessor ended in order.
+  or knows of its successor. The first incarnation need not wait, nor one whose predecessor ended in order, on whatever
+  host. Only a holder that was allowed to act can end in order: until then its own predecessor may still act.
 - The state folder's file `incarnation` holds the number that acted there last, and the token of a creation that has
   begun. If storage has a newer number with another token, the run has moved to another folder.
 - Storage is touched only in daemon threads, one at a time: a file system that hangs is the same as one that is gone.
@@ -197,7 +197,7 @@ class Incarnation:
         if held is not None:
             replace_file(held, str(record.number).encode())
         here = previous is not None and (previous.host, previous.boot) == (record.host, record.boot)
-        clean = here and (sole_on_host or (previous is not None and previous.ended))
+        clean = (previous is not None and previous.ended) or (here and sole_on_host)
         waits = void > 0 or (previous is not None and not clean)
         return cls(folder, record, Fence(config, record.number, began_s), config, waits=waits, clock=clock)
 
@@ -242,12 +242,17 @@ class Incarnation:
             raise
 
     async def end(self) -> None:
-        """Record that nothing acts for this incarnation any more, so that its successor on this host need not wait.
-        Does nothing if it was fenced or storage is away."""
+        """Record that nothing acts for this incarnation any more, so that its successor need not wait. Does nothing if
+        it never acted, was fenced, or storage is away."""
         with suppress(RunFenced, StorageLost):
             self.check()
+            if self._waits:
+                return
             self.record = replace(self.record, ended=True)
-            await self._renew(within_s=self._config.renew_s)
+            if self._renewing is not None:
+                # It writes what was true before.
+                await self._renew(within_s=self._config.margin_s)
+            await self._renew(within_s=self._config.margin_s)
 
     async def _renew(self, *, within_s: float) -> None:
         """Rewrite the file and look for newer ones, for at most `within_s`. A renewal that hangs goes on, and is waited
