@@ -278,8 +278,11 @@ class LedgerWriter:
                     try:
                         await asyncio.shield(writing)
                     except asyncio.CancelledError:
-                        # A thread cannot be cancelled, and a second one must not write at the same time.
+                        # A thread cannot be cancelled, and a second one must not write at the same time. What it has
+                        # written is durable, and those who wait for that are told so.
                         await asyncio.wait([writing])
+                        if writing.exception() is None:
+                            _settle(waiting, None)
                         raise
             except BaseException as error:
                 _settle(waiting, error)

@@ -144,6 +144,20 @@ async def test_copies_of_a_lost_node_say_what_it_was_running(tmp_path: Path) -> 
         assert messages(tmp_path, RUNS[0]) == ["the last words", "goes on"]
 
 
+@pytest.mark.whole
+async def test_a_run_that_ends_does_not_wait_for_the_backlog_of_another(tmp_path: Path) -> None:
+    async with collecting(tmp_path) as (collection, nodes):
+        node = nodes[NODES[0]]
+        for number in range(400):
+            node.log(RUNS[1], "worker-0", f"{number} {'x' * 6000}")
+        node.log(RUNS[0], "worker-0", "the last words")
+        collection.begin_passes(nodes, RUNS)
+        await until(lambda: node.asked > 0)
+        await collection.finish(nodes, RUNS[0])
+        assert messages(tmp_path, RUNS[0]) == ["the last words"]
+        assert len(messages(tmp_path, RUNS[1])) < 400
+
+
 async def test_a_pass_after_the_run_has_finished_copies_nothing_of_it(tmp_path: Path) -> None:
     async with collecting(tmp_path) as (collection, nodes):
         node = nodes[NODES[0]]

@@ -420,3 +420,15 @@ async def test_storage_that_hangs_delays_no_step_and_the_newest_checkpoint_is_co
             os.close(released)
         await copies.idle()
         assert copies.outcome.version == "1.4"
+
+
+async def test_nobody_waits_for_copies_of_a_ledger_that_is_broken(life: Life) -> None:
+    store = await life.open()
+    async with asyncio.timeout(GUARD_S), LedgerCopies(store, life.state, life.storage, lambda: 9.0) as copies:
+        async with store:
+            await life.begin(None)
+            await life.step()
+            checkpoint = await life.save(copied=False)
+        for _ in range(2):
+            copies.request(checkpoint)
+            await copies.idle()

@@ -134,6 +134,20 @@ os.kill(os.getpid(), 9)
 """
 
 
+async def test_who_waits_for_a_write_is_told_that_it_is_durable_though_its_writer_was_cancelled(tmp_path: Path) -> None:
+    ledger = SandboxLedger.open(tmp_path / "new")
+    writer = LedgerWriter(ledger)
+    running = asyncio.create_task(writer.run())
+    waiting = asyncio.create_task(writer.write(entry("a")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    running.cancel()
+    await waiting
+    assert [row.key for row in ledger.load()] == ["a"]
+    await asyncio.wait([running])
+    ledger.close()
+
+
 def test_a_killed_process_loses_nothing_and_leaves_no_lock(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == -9
     ledger = SandboxLedger.open(tmp_path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
@@ -45,6 +46,8 @@ class FileCollection:
         """Nodes whose last pass failed, which has been logged."""
         self._finishing: set[RunId] = set()
         """Runs that only `finish` copies files of: copies have one writer."""
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """One call of each node, and its pages, at a time."""
 
     def begin_passes(self, agents: Mapping[str, NodeAgent], runs: Collection[RunId]) -> None:
         """Begin a pass of each node whose last one has ended, for these runs, and forget all others."""
@@ -62,7 +65,7 @@ class FileCollection:
         try:
             async with asyncio.timeout(FINISH_S), asyncio.TaskGroup() as finishing:
                 for node, agent in agents.items():
-                    finishing.create_task(self._finish(node, agent, run_id))
+                    finishing.create_task(self._pass(node, agent, [run_id], finishing=True))
         except TimeoutError:
             logger.warning("run %s: the files of other nodes were not copied completely in %g s", run_id, FINISH_S)
 
@@ -71,33 +74,36 @@ class FileCollection:
         for running in self._passes.values():
             running.cancel()
 
-    async def _finish(self, node: str, agent: NodeAgent, run_id: RunId) -> None:
-        if (before := self._passes.get(node)) is not None:
-            await asyncio.wait([before])
-        await self._pass(node, agent, [run_id])
-
-    async def _pass(self, node: str, agent: NodeAgent, runs: list[RunId]) -> None:
-        """Copy what a node has until nothing is left, or it does not answer."""
+    async def _pass(self, node: str, agent: NodeAgent, runs: list[RunId], *, finishing: bool = False) -> None:
+        """Copy what a node has until nothing is left, or it does not answer. A run that ends takes turns with the pass
+        of all others, which may be a long one."""
         try:
             while runs:
-                copies: dict[RunId, NodeCopies] = {}
-                for run in runs:
-                    copies[run] = await asyncio.to_thread(self._copies_of, run, node)
-                held: dict[str, dict[str, Held]] = {run: one.held() for run, one in copies.items()}
-                async with asyncio.timeout(AGENT_TIMEOUT_S):
-                    pages = await agent.file_pages(held, PAGE_BYTES)
-                for run in runs:
-                    if run in pages:
-                        await asyncio.to_thread(copies[run].apply, pages[run])
-                # A page that changes nothing is asked for again later, and not at once.
-                going = (run for run in runs if run in pages and not pages[run].is_end)
-                runs = [run for run in going if copies[run].held() != held[run]]
+                async with self._turns[node]:
+                    runs = [run for run in runs if finishing or run not in self._finishing]
+                    runs = await self._turn(node, agent, runs)
         except (ActorError, TimeoutError, OSError, ValueError) as error:
             if node not in self._failing:
                 logger.warning("the files of node %s are not copied at present: %r", node, error)
             self._failing.add(node)
         else:
             self._failing.discard(node)
+
+    async def _turn(self, node: str, agent: NodeAgent, runs: list[RunId]) -> list[RunId]:
+        """Copy the next pages of these runs, and return those that have more. Raises ActorError, TimeoutError, OSError,
+        ValueError."""
+        copies: dict[RunId, NodeCopies] = {}
+        for run in runs:
+            copies[run] = await asyncio.to_thread(self._copies_of, run, node)
+        held: dict[str, dict[str, Held]] = {run: one.held() for run, one in copies.items()}
+        async with asyncio.timeout(AGENT_TIMEOUT_S):
+            pages = await agent.file_pages(held, PAGE_BYTES) if runs else {}
+        for run in runs:
+            if run in pages:
+                await asyncio.to_thread(copies[run].apply, pages[run])
+        # A page that changes nothing is asked for again later, and not at once.
+        going = (run for run in runs if run in pages and not pages[run].is_end)
+        return [run for run in going if copies[run].held() != held[run]]
 
     def _copies_of(self, run_id: RunId, node: str) -> NodeCopies:
         key = (run_id, node)

@@ -73,7 +73,9 @@ class LedgerCopies:
         await asyncio.wait([self._copying])
 
     def request(self, checkpoint: CheckpointRef) -> None:
-        """Copy the ledger for a checkpoint that it has recorded; returns at once."""
+        """Copy the ledger for a checkpoint that it has recorded; returns at once. A ledger that broke is not copied."""
+        if self._copying is not None and self._copying.done():
+            return
         self._wanted = checkpoint
         self._idle.clear()
         self._changed.set()
@@ -94,6 +96,7 @@ class LedgerCopies:
             except LedgerBroken as error:
                 # The buffer's next call fails with the same error, and ends its process.
                 logger.warning("no more copies of the ledger are made: %s", error)
+                self._wanted = None
                 return
             finally:
                 if self._wanted is None:

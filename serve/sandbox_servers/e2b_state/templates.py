@@ -257,7 +257,7 @@ class Templates:
         build.reason, build.failed_step, build.status = message[:4000], step, "error"
 
     async def keep(self, build: Build, recipe: Recipe, built: BuiltImage) -> None:
-        """Give a finished image its name and its template. Raises ApiError, SandboxError."""
+        """Give a finished image its name and its template, or neither. Raises ApiError, SandboxError."""
         name = f"{_FOLDER}{build.template_id}/{build.id}"
         image = NamedImage.from_build(
             built,
@@ -267,7 +267,18 @@ class Templates:
             ready_command=recipe.ready_command,
             network=self._builder.network.value,
         )
-        await asyncio.to_thread(self.table.catalog.put, image)
+        putting = asyncio.ensure_future(asyncio.to_thread(self.table.catalog.put, image))
+        try:
+            await asyncio.shield(putting)
+            await self._enter(build, recipe, built, name)
+        except asyncio.CancelledError:
+            # The template is being deleted, and a thread cannot be cancelled.
+            await asyncio.wait([putting])
+            await asyncio.to_thread(self.table.catalog.remove, name)
+            raise
+
+    async def _enter(self, build: Build, recipe: Recipe, built: BuiltImage, name: str) -> None:
+        """Add a build to its template."""
         now = time.time()
         done = TemplateBuild(
             id=build.id,
