@@ -9,10 +9,21 @@ from dataclasses import replace
 import pytest
 
 from headrace.actors.evaluation.graders.history import prepare
+from headrace.buffer.tasks.repositories import Command, TestIds
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
-from support.repositories import COMMIT, IDS, RIGHT, SPEC, exit_code_of_tests, repository_task, verdict_on
+from support.repositories import (
+    COMMIT,
+    HIDDEN_TESTS,
+    IDS,
+    REPO,
+    RIGHT,
+    SPEC,
+    exit_code_of_tests,
+    repository_task,
+    verdict_on,
+)
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
@@ -273,12 +284,47 @@ async def test_tests_and_hidden_files_are_added_after_the_agent_is_killed(provid
 async def test_tests_failing_on_the_untouched_repository_are_an_evaluator_error(provider: LocalProvider) -> None:
     for spec in (
         replace(SPEC, python="/usr/bin/false"),
-        replace(SPEC, user="nobody-there"),
         replace(SPEC, environment={}),
     ):
         verdict = await verdict_on(provider, repository_task(spec), SOLVE)
         assert verdict.reward is None, verdict
         assert verdict.cause in (Cause.EVALUATOR, Cause.INFRA)
+
+
+async def test_the_user_of_the_tests_is_created_where_the_image_lacks_it(provider: LocalProvider) -> None:
+    commit = SPEC.prepare[0].replace("agent:agent", "tester:tester")
+    task = repository_task(replace(SPEC, user="tester", prepare=(commit,)))
+    assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
+
+
+async def test_tests_may_close_all_low_descriptors(provider: LocalProvider) -> None:
+    closing = f"import os\n\n\ndef test_clean():\n    os.closerange(3, 64)\n\n\n{HIDDEN_TESTS}"
+    spec = replace(SPEC, grader=replace(IDS, pass_to_pass=("tests/test_calc.py::test_clean", *IDS.pass_to_pass)))
+    task = repository_task(spec, hidden_files={f"{REPO}/tests/test_calc.py": closing})
+    assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
+
+
+NAMED = """
+printf 'def mean(numbers):\n    return sum(numbers) / len(numbers) if numbers else 0.0\n' > unit_test.py
+printf 'from unit_test import mean\n\n\ndef last(numbers):\n    return numbers[-1]\n' > calc.py
+echo 'raise SystemExit("not to be collected")' > test_scratch.py
+"""
+
+
+@pytest.mark.parametrize("grader", [IDS, Command(command="python3 -m pytest -q")], ids=["ids", "command"])
+async def test_a_new_file_may_have_the_name_of_a_test(provider: LocalProvider, grader: TestIds | Command) -> None:
+    verdict = await verdict_on(provider, repository_task(replace(SPEC, grader=grader)), NAMED)
+    assert verdict.reward == 1.0, verdict
+
+
+async def test_a_repository_may_have_modules_named_like_those_of_the_standard_library(provider: LocalProvider) -> None:
+    files = {f"{REPO}/{name}.py": "NUMBER = 7\n" for name in ("resource", "socket", "random", "selectors", "doctest")}
+    own = "import resource, selectors\n    assert (resource.NUMBER, selectors.NUMBER) == (7, 7)\n"
+    tests = f"{HIDDEN_TESTS}\n\ndef test_own():\n    {own}"
+    for grader in (IDS, Command(command="python3 -m pytest -q tests")):
+        task = repository_task(replace(SPEC, grader=grader), hidden_files={f"{REPO}/tests/test_calc.py": tests})
+        verdict = await verdict_on(provider, replace(task, files={**task.files, **files}), SOLVE)
+        assert verdict.reward == 1.0, verdict
 
 
 TEST_PATCH = """\

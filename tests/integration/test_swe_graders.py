@@ -153,9 +153,31 @@ async def test_a_test_also_skipped_in_the_untouched_repository_is_not_blamed_on_
     assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
 
 
-async def test_a_command_that_does_not_run_pytest_is_refused_as_an_evaluator(provider: LocalProvider) -> None:
-    task = repository_task(replace(SPEC, grader=Command(command="true")))
-    assert (await verdict_on(provider, task, SOLVE)).cause is Cause.EVALUATOR
+RUN_SCRIPT_FILE = "echo 'python3 -m pytest -q tests' > run.sh"
+AFTERWARDS = "python3 -c 'from calc import mean; assert mean([]) == 0.0'"
+
+
+@pytest.mark.parametrize(
+    ("command", "note"),
+    [
+        (f"python3 -m pytest -q tests -k last && {AFTERWARDS}", ""),
+        (AFTERWARDS, "by the exit code alone: the command runs no pytest"),
+    ],
+    ids=["after pytest", "without pytest"],
+)
+async def test_a_command_decides_by_its_exit_code_too(provider: LocalProvider, command: str, note: str) -> None:
+    task = repository_task(replace(SPEC, grader=Command(command=command)))
+    untouched = await verdict_on(provider, task, "true")
+    assert (untouched.reward, "exit code 1" in untouched.detail) == (0.0, True), untouched
+    verdict = await verdict_on(provider, task, SOLVE)
+    assert (verdict.reward, verdict.detail) == (1.0, note), verdict
+
+
+async def test_a_patch_that_keeps_a_command_from_pytest_fails(provider: LocalProvider) -> None:
+    task = repository_task(replace(SPEC, grader=Command(command="sh run.sh"), prepare=(RUN_SCRIPT_FILE, *SPEC.prepare)))
+    assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
+    verdict = await verdict_on(provider, task, "echo true > run.sh")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
 @pytest.mark.parametrize(

@@ -180,10 +180,10 @@ _FORGED = """\
 import gc
 for _found in gc.get_objects():
     if type(_found).__name__ == "Reporter" and hasattr(_found, "say"):
-        def _say(_say=_found.say, _found=_found, **record):
-            if record.get("result") == "failed" and _found.must_fail not in record.get("id", ""):
-                record["result"] = "twin" if _found.twins else "passed"
-            _say(**record)
+        def _say(event, test="", result="", _say=_found.say, _found=_found):
+            if result == "failed" and _found.must_fail not in test:
+                result = "twin" if _found.twins else "passed"
+            _say(event, test, result)
         _found.say = _say
 """
 _REWRITTEN = """\
