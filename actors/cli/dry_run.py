@@ -30,6 +30,8 @@ def show_dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str], *, 
     show(table, result_console())
     train, held_out = checked.tasks
     say(f"{len(keys)} keys, {train} training tasks, {held_out} held-out tasks: the recipe is valid")
+    for deviation in getattr(checked.config.learner, "deviations", ()):
+        say(f"learner: {deviation}")
     for reason in checked.absent:
         say(f"not on this machine: {reason}")
     if json is not None:

@@ -60,6 +60,7 @@ def test_decoupled_ppo_is_refused_because_its_clip_would_never_act() -> None:
             {"correction": "icepop", "weight_floor": 2.0},
             ("weight_floor 2", "weight_cap 2", "learner.weight_floor or"),
         ),
+        ({"correction": "icepop", "eps_high": 0.3}, ("eps_high has no effect", "icepop", "remove learner.eps_high")),
         ({"loss_weight": "constant"}, ("loss_weight constant", "learner.loss_constant", "set it")),
         ({"loss_constant": 100.0}, ("loss_constant", "loss_weight trajectory", "remove it")),
     ],
@@ -83,3 +84,19 @@ def test_objectives_import_neither_megatron_nor_ray() -> None:
 def test_own_objectives_need_no_rows_without_advantage_unless_a_critic_gives_it() -> None:
     needed = {name: OBJECTIVES.find(name)().uses_zero_advantage for name in OWN}
     assert needed == {"grpo": False, "gspo": False, "cispo": False, "ppo": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"objective": "gspo"}, "gspo clips at eps_low 0.2 and eps_high 0.28, its paper at 0.0003"),
+        ({"objective": "gspo", "eps_low": 3e-4, "eps_high": 4e-4}, ""),
+        ({"objective": "cispo"}, 'cispo has loss_weight "trajectory", its paper the mean over all tokens'),
+        ({"objective": "cispo", "loss_weight": "token"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_differs_from_a_paper_is_told(settings: dict[str, Any], said: str) -> None:
+    told = " ".join(ObjectiveConfig(**settings).deviations)
+    assert said in told
+    assert bool(said) == bool(told)

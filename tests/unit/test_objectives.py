@@ -190,7 +190,7 @@ class PaperLoss:
         config, advantage = self.config, float(self.advantages[at])
         ratio = np.exp(current[at] - self.behaviour[at])
         if config.objective == "grpo":
-            value = self.ppo(ratio, advantage)
+            value = ratio * advantage if config.correction == "icepop" else self.ppo(ratio, advantage)
         elif config.objective == "gspo":
             value = self.ppo(self.row_ratio(current, at), advantage)
         elif config.objective == "cispo":

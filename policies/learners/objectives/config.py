@@ -12,6 +12,8 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+GSPO_CLIP: Final = 0.01
+"""GSPO's paper clips the mean over a row at 3e-4 and 4e-4; GRPO's clips would never act on it."""
 PPO: Final = "ppo"
 """Objective whose advantages are those of a critic."""
 OWN: Final = ("grpo", "gspo", "cispo", PPO)
@@ -39,9 +41,9 @@ class ObjectiveConfig(BaseModel):
     """Ratio above which a token (gspo: a row) with a negative advantage has no gradient. None: no such clip."""
     correction: Correction = "cap"
     """Off-policy correction beside the clip. `cap`: the ratio inside the objective is at most weight_cap. `icepop`:
-    tokens whose ratio is outside weight_floor to weight_cap are masked. `weights`: the loss of a token is multiplied by
-    its ratio, at most weight_cap; only for objectives of other packages that do not use the ratio. `none`: nothing,
-    which is the default with `kind = "slime"`."""
+    tokens whose ratio is outside weight_floor to weight_cap are masked, and grpo and ppo clip nothing. `weights`: the
+    loss of a token is multiplied by its ratio, at most weight_cap; only for objectives of other packages that do not
+    use the ratio. `none`: nothing, which is the default with `kind = "slime"`."""
     weight_cap: float = Field(default=2.0, gt=0)
     """Maximum ratio, for `correction`."""
     weight_floor: float = Field(default=0.5, ge=0)
@@ -89,6 +91,19 @@ class ObjectiveConfig(BaseModel):
     def uses_zero_advantage(self) -> bool:
         """True if a trained token without advantage has a gradient from a term other than the policy loss."""
         return self.kl_coef > 0 or self.entropy_coef > 0
+
+    @property
+    def deviations(self) -> tuple[str, ...]:
+        """What differs from the papers and probably was not meant, one sentence each (docs/objectives.md)."""
+        found = []
+        if self.objective == "gspo" and max(self.eps_low, self.eps_high) > GSPO_CLIP:
+            clips = f"{self.eps_low:g} and {self.eps_high:g}"
+            found.append(
+                f"gspo clips at eps_low and eps_high {clips}, its paper at 0.0003 and 0.0004: nothing is clipped"
+            )
+        if self.objective == "cispo" and self.loss_weight != "token":
+            found.append(f'cispo has loss_weight "{self.loss_weight}", its paper the mean over all tokens: "token"')
+        return tuple(found)
 
     @property
     def needs_kinds(self) -> bool:
@@ -147,6 +162,17 @@ def _cispo_has_no_dual_clip(config: ObjectiveConfig) -> str | None:
     )
 
 
+def _icepop_has_no_clip(config: ObjectiveConfig) -> str | None:
+    defaults = {name: ObjectiveConfig.model_fields[name].default for name in ("eps_low", "eps_high", "dual_clip")}
+    given = [name for name, default in defaults.items() if getattr(config, name) != default]
+    if config.correction != "icepop" or config.objective not in ("grpo", PPO) or not given:
+        return None
+    return (
+        f"{given[0]} has no effect with correction icepop, which bounds the same ratio by weight_floor and weight_cap: "
+        f"remove learner.{given[0]}"
+    )
+
+
 def _mask_leaves_something(config: ObjectiveConfig) -> str | None:
     if config.correction != "icepop" or config.weight_floor < 1 < config.weight_cap:
         return None
@@ -187,6 +213,7 @@ _CHECKS = (
     _ratio_is_corrected_once,
     _cap_is_above_the_clip,
     _cispo_has_no_dual_clip,
+    _icepop_has_no_clip,
     _mask_leaves_something,
     _constant_goes_with_its_weight,
     _decay_goes_with_its_steps,

@@ -3,7 +3,7 @@
 With r = current / behaviour of a token, s = the geometric mean of r over the trained tokens of its row, C = weight_cap
 if `correction` is `cap` or `icepop` (otherwise infinite), and A the advantage of the token's trajectory:
 
-    grpo   c = min(r, C) where the clip is not passed, otherwise 0
+    grpo   c = min(r, C) where the clip is not passed, otherwise 0; with `icepop` there is no clip
     ppo    the same, with A of the token instead of its trajectory
     gspo   c = min(s, C) where the clip is not passed, otherwise 0
     cispo  c = min(clip(r, 1 - eps_low, 1 + eps_high), C)
@@ -27,8 +27,9 @@ def grpo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
     """Return GRPO's loss (arXiv 2402.03300, equation 3), PPO's max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A) (arXiv
     1707.06347), with DAPO's separate upper bound (arXiv 2503.14476) and the dual clip of arXiv 1912.09729.
 
-    The loss of a token that passed the clip is 0 instead of PPO's constant, which has the same gradient."""
-    return _clipped(tokens, tokens.log_ratios_N().exp(), config)
+    The loss of a token that passed the clip is 0 instead of PPO's constant, which has the same gradient. IcePop (arXiv
+    2510.18855) bounds the ratio to the sampling weights by a mask; a clip of that ratio would lie inside it."""
+    return _clipped(tokens, tokens.log_ratios_N().exp(), config, clips=config.correction != "icepop")
 
 
 def ppo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
@@ -52,12 +53,14 @@ def cispo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(loss_N=-coefficient_N * tokens.logprobs_N, metrics={"clip_fraction": clipped_N != ratio_N})
 
 
-def _clipped(tokens: TrainedTokens, ratio_N: Tensor, config: ObjectiveConfig) -> TokenLoss:
+def _clipped(tokens: TrainedTokens, ratio_N: Tensor, config: ObjectiveConfig, *, clips: bool = True) -> TokenLoss:
     passed_N = ((tokens.advantages_N > 0) & (ratio_N > 1.0 + config.eps_high)) | (
         (tokens.advantages_N < 0) & (ratio_N < 1.0 - config.eps_low)
     )
     if config.dual_clip is not None:
         passed_N |= (tokens.advantages_N < 0) & (ratio_N > config.dual_clip)
+    if not clips:
+        passed_N = passed_N & False
     coefficient_N = (_capped(ratio_N, config) * tokens.advantages_N).masked_fill(passed_N, 0.0)
     # The last factor is 1, with the gradient of the log-probability.
     loss_N = -coefficient_N * (tokens.logprobs_N - tokens.logprobs_N.detach()).exp()
