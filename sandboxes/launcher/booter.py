@@ -34,6 +34,7 @@ from headrace.sandboxes.linux.syscalls import reason_of
 _INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
+_TOTAL: Final = "the total that this host allows for all sandboxes"
 """Upper bound on the System V segments of one sandbox."""
 
 
@@ -127,9 +128,16 @@ class Booter:
                 raise RequestRefused("SpecRefused", f"{controller} limit: {reason}; see headrace doctor")
         most = self.groups.allowed.memory_bytes
         if asked["memory"] is not None:
-            _check_ceiling("memory_bytes", asked["memory"], most, "the total that this host allows for all sandboxes")
+            _check_ceiling("memory_bytes", asked["memory"], most, _TOTAL)
         default = self._settings.memory_bytes
         memory_bytes = asked["memory"] or (None if default is None else min(default, most))
+        disk_bytes = requests.limit("disk_bytes", message["disk_bytes"])
+        if memory_bytes is not None and disk_bytes is not None and self._layers_folder < 0:
+            least = int(disk_bytes + _SHARED_MEMORY_BYTES) * 8 // 7
+            if memory_bytes < least:
+                # Files are stored in memory. What they are asked to take comes on top of what commands get.
+                memory_bytes += least
+                _check_ceiling("memory_bytes with disk_bytes, which are stored in memory", memory_bytes, most, _TOTAL)
         cpus = asked["cpu"] or self._settings.cpus
         # The kernel refuses absurd numbers, and a limit above the number of processors has no effect.
         cpus = None if cpus is None else min(cpus, os.cpu_count() or cpus)
@@ -149,18 +157,14 @@ class Booter:
         if groups.memory_bytes is not None:
             shared_bytes = min(shared_bytes, groups.memory_bytes // 8)
         if groups.memory_bytes is not None and self._layers_folder < 0:
-            room = groups.memory_bytes * 7 // 8 - shared_bytes
-            if asked is not None and layer_bytes > room:
-                text = f"disk_bytes={asked}: files are stored in memory, of which at most {room} bytes may hold files"
-                raise RequestRefused("SpecRefused", text)
-            layer_bytes = min(layer_bytes, room)
+            layer_bytes = min(layer_bytes, groups.memory_bytes * 7 // 8 - shared_bytes)
         return Limits(self._processes(message), self._share.open_files, layer_bytes, shared_bytes, self.single_id)
 
     def _processes(self, message: Message) -> int:
         asked = requests.limit("pids", message["pids"])
         if asked is not None:
             most = self.groups.allowed.processes - RESERVED_PROCESSES - 1
-            _check_ceiling("pids", asked, most, "the total that this host allows for all sandboxes (kernel.pid_max)")
+            _check_ceiling("pids", asked, most, f"{_TOTAL} (kernel.pid_max)")
         return int(asked or self._share.processes)
 
     def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits, guest: Guest | None) -> Channel:

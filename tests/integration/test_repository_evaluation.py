@@ -299,7 +299,9 @@ async def test_the_user_of_the_tests_is_created_where_the_image_lacks_it(provide
 
 async def test_tests_may_close_all_low_descriptors(provider: LocalProvider) -> None:
     closing = f"import os\n\n\ndef test_clean():\n    os.closerange(3, 64)\n\n\n{HIDDEN_TESTS}"
-    spec = replace(SPEC, grader=replace(IDS, pass_to_pass=("tests/test_calc.py::test_clean", *IDS.pass_to_pass)))
+    grader = replace(IDS, pass_to_pass=("tests/test_calc.py::test_clean", *IDS.pass_to_pass))
+    # Without capture, whose descriptors are low ones too.
+    spec = replace(SPEC, grader=grader, environment={**SPEC.environment, "PYTEST_ADDOPTS": "-s"})
     task = repository_task(spec, hidden_files={f"{REPO}/tests/test_calc.py": closing})
     assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
 
@@ -318,8 +320,9 @@ async def test_a_new_file_may_have_the_name_of_a_test(provider: LocalProvider, g
 
 
 async def test_a_repository_may_have_modules_named_like_those_of_the_standard_library(provider: LocalProvider) -> None:
-    files = {f"{REPO}/{name}.py": "NUMBER = 7\n" for name in ("resource", "socket", "random", "selectors", "doctest")}
-    own = "import resource, selectors\n    assert (resource.NUMBER, selectors.NUMBER) == (7, 7)\n"
+    """Of those that pytest itself does not import, and the plugin does: it would fail, or take the tests' own away."""
+    files = {f"{REPO}/{name}.py": "NUMBER = 7\n" for name in ("resource", "cmd", "code")}
+    own = "import cmd, resource\n    assert (resource.NUMBER, cmd.NUMBER) == (7, 7)\n"
     tests = f"{HIDDEN_TESTS}\n\ndef test_own():\n    {own}"
     for grader in (IDS, Command(command="python3 -m pytest -q tests")):
         task = repository_task(replace(SPEC, grader=grader), hidden_files={f"{REPO}/tests/test_calc.py": tests})

@@ -81,8 +81,19 @@ async def test_files_count_as_memory_and_the_sandbox_survives_exceeding_the_limi
     hog = await sandbox.exec("python3 -c 'b = bytearray(1 << 30); print(len(b))'", timeout_s=30)
     assert hog.exit_code == 128 + signal.SIGKILL
     assert (await sandbox.exec("rm /tmp/file; echo fine", timeout_s=30)).stdout == b"fine\n"
-    with pytest.raises(SpecRefused):
-        await provider.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=64 << 20))
+
+
+async def test_disk_that_is_asked_for_comes_on_top_of_memory(provider: LocalProvider) -> None:
+    """As Harbor's `storage_mb` and `memory_mb` do."""
+    spec = SandboxSpec(memory_bytes=64 << 20, disk_bytes=160 << 20)
+    sandbox = await provider.attach(await provider.create(spec))
+    filled = await sandbox.exec(
+        "head -c 150M /dev/zero > /tmp/file && python3 -c 'b = bytearray(40 << 20)'", timeout_s=60
+    )
+    assert filled.exit_code == 0, filled
+    assert b"No space left" in (await sandbox.exec("head -c 20M /dev/zero > /tmp/more", timeout_s=60)).stderr
+    with pytest.raises(SpecRefused, match="memory_bytes with disk_bytes, which are stored in memory"):
+        await provider.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=1 << 42))
 
 
 HOARD = """
