@@ -368,6 +368,25 @@ def cheats(
 
 
 @app.command()
+def releases(
+    json: Json = True,
+    state: Annotated[
+        Path, typer.Option(help="Folder of archives, packages and verdicts; a bench with the same folder goes on.")
+    ] = Path("releases"),
+    sample: Annotated[int | None, typer.Option(min=1, help="Number of verdicts of this start; all by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Order of the projects.")] = 0,
+) -> None:
+    """Grade releases of PyPI projects as repository tasks, and compare each verdict with plain pytest on the host. Exit
+    code 3: a verdict differs, or too many are none."""
+    from benches.cheating.releases import measure
+
+    figures = asyncio.run(measure(state, sample, say, seed))
+    _print(figures)
+    if figures["false_refusals"] or figures["false_rewards"] or figures["ungradable"] > 0.02:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def verdicts(
     json: Json = True,
     runs: Annotated[int, typer.Option(min=3, help="Number of simulated runs.")] = 300,
