@@ -46,6 +46,7 @@ async def spend(tokenizer_dir: Path, agent: str, script: Any, **budgets: Any) ->
         return ran
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex", "mini-swe-agent"))
 async def test_an_exhausted_turn_budget_ends_an_agent_normally(tokenizer_dir: Path, agent: str) -> None:
     script = titled(*(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))

@@ -50,6 +50,7 @@ class Failing:
         return fault or self._ending
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("agent", KINDS)
 @pytest.mark.parametrize("trouble", ["error", "cut"])
 async def test_an_engine_failure_hidden_by_the_agent_is_still_an_infra_failure(

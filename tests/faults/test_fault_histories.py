@@ -335,6 +335,7 @@ def nobody_reconciles(patch: pytest.MonkeyPatch) -> None:
 DEFECTS = [bound_off_by_one, late_results_count, writes_are_lost, nobody_reconciles]
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda made: made.__name__)
 def test_every_injected_defect_is_detected(

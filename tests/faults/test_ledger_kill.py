@@ -141,6 +141,7 @@ def moments_of(seed: int, count: int) -> list[Moment]:
     return random.Random(f"moments {seed}").choices(list(Moment), k=count)
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_killed_at_any_moment_complete_after_a_restart(tmp_path: Path, seed: int) -> None:
     # Each kind of moment in each few runs, in an order of its own.

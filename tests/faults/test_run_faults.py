@@ -46,6 +46,7 @@ async def test_a_run_continues_after_worker_buffer_and_learner_are_killed(tmp_pa
     assert epochs == {"1", "2"}, "the killed learner came back in a new epoch"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_run_continues_after_three_other_processes_are_killed(tmp_path: Path) -> None:
     victims = random.Random(4).sample(["engines", "gateway", "service", "dispatcher", "evaluator", "sandbox-pool"], 3)

@@ -89,6 +89,7 @@ async def test_sessions_are_spread_over_processes_that_each_have_a_port_and_a_lo
         assert first.prompt == second.prompt
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_without_a_session_in_its_path_finds_its_process(

@@ -107,6 +107,7 @@ def check_tokens(directory: RunDirectory, spans: dict[str, list[dict[str, Any]]]
         assert tokens(span, "sampled_tokens") == sampled[span["trace_id"]], span
 
 
+@pytest.mark.slow(but_first=True)
 @pytest.mark.namespaces
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MINIATURE)

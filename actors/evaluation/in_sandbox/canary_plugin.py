@@ -226,15 +226,23 @@ def all_raise() -> bool:
 def shown(value: Any, depth: int = 3) -> str:
     """Return a value as JSON without addresses. What stands in an object's attributes is an object there, so that an
     honest change, which adds some, can be told from one of the values."""
-    kind = type(value)
+    kind = type(value)  # and no `isinstance`, which asks proxies what they stand for
     if value is None or kind in (bool, int, float, complex, str, bytes, range):
         return _quote(repr(value)[:200])
-    name = _quote(f"{kind.__module__}.{getattr(value, '__qualname__', kind.__qualname__)}")
-    if depth == 0 or isinstance(value, (type, types.FunctionType, types.ModuleType)):
+    is_named = issubclass(kind, (type, types.FunctionType, types.ModuleType))
+    name = _quote(f"{kind.__module__}.{getattr(value, '__qualname__', '') if is_named else kind.__qualname__}")
+    if depth == 0 or is_named:
         return name
+    try:
+        return shown_inside(name, value, kind, depth)
+    except Exception:  # noqa: BLE001 - what an object of the repository raises
+        return name
+
+
+def shown_inside(name: str, value: Any, kind: Any, depth: int) -> str:
     if kind is dict:
         value = list(value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if kind is dict or issubclass(kind, (list, tuple, set, frozenset)):
         parts = [shown(each, depth - (kind is not dict)) for each in list(value)[:MAX_PARTS]]
         parts = sorted(parts) if kind in (set, frozenset) else parts
         return f"[{', '.join([name, str(len(value)), *parts])}]"
