@@ -231,7 +231,7 @@ class LearnerLoop:
     async def _make_learner(self) -> Learner:
         if isinstance(self._learner_config, SimulatedLearnerConfig):
             return SimulatedLearner(self._learner_config)
-        for deviation in self._learner_config.deviations:
+        for deviation in getattr(self._learner_config, "deviations", ()):  # slime has objectives of its own
             logger.warning("learner: %s", deviation)
         # In a thread: importing megatron-core takes seconds, and an actor that does not answer counts as hung.
         return await asyncio.to_thread(_make_learner, self._learner_config)

@@ -60,6 +60,7 @@ def test_a_module_with_tests_of_its_own_is_product_code(tmp_path: Path) -> None:
 
 def test_data_follow_the_code_beside_them(tmp_path: Path) -> None:
     data = ["pkg/test/page.html", "testdata/wanted.json"]
+    assert support(tmp_path, {"requirements/tests.txt": ""}, ["requirements/tests.txt"]) == []
     files = dict.fromkeys(data, "") | {"pkg/test/client.py": "", "pkg/app.py": "import pkg.test.client\n"}
     assert support(tmp_path, files, data) == ["pkg/test/page.html", "testdata/wanted.json"]
     assert support(tmp_path, {"pkg/test/__init__.py": ""}, data) == ["testdata/wanted.json"]

@@ -224,8 +224,8 @@ def all_raise() -> bool:
 
 
 def shown(value: Any, depth: int = 3) -> str:
-    """Return a value as JSON without addresses. What stands in an object's attributes is an object there, so that an
-    honest change, which adds some, can be told from one of the values."""
+    """Return a value as JSON without addresses. What stands in an object's public attributes is an object there, so
+    that an honest change, which adds some, can be told from one of the values."""
     kind = type(value)  # and no `isinstance`, which asks proxies what they stand for
     if value is None or kind in (bool, int, float, complex, str, bytes, range):
         return _quote(repr(value)[:200])
@@ -249,8 +249,13 @@ def shown_inside(name: str, value: Any, kind: Any, depth: int) -> str:
     inside = getattr(value, "__dict__", None)
     if type(inside) is not dict:
         return name
-    named = (f"{_quote(str(key)[:100])}: {shown(each, depth - 1)}" for key, each in list(inside.items())[:MAX_PARTS])
-    return f"[{name}, {{{', '.join(named)}}}]"
+    # Which functions an object of the package holds is the package's own concern.
+    parts = [
+        f"{_quote(str(key)[:100])}: {_quote('callable') if callable(each) else shown(each, depth - 1)}"
+        for key, each in list(inside.items())[:MAX_PARTS]
+        if not str(key).startswith("_")
+    ]
+    return f"[{name}, {{{', '.join(parts)}}}]"
 
 
 def parameters(item: Any) -> str:

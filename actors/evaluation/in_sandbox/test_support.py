@@ -115,9 +115,10 @@ class Support:
     def is_candidate(self, path: str) -> bool:
         if any(path.startswith(folder + "/") for folder in self.folders) or FOLDERS.intersection(folders_of(path)):
             return True
-        if stem(path).lower() in STEMS:
-            return True
-        return path.endswith(".py") and bool(ASSERTIONS.search(text_of(path))) and any(self.importers(path, tests=True))
+        if not path.endswith(".py"):
+            return False
+        asserts = ASSERTIONS.search(text_of(path)) is not None
+        return stem(path).lower() in STEMS or (asserts and any(self.importers(path, tests=True)))
 
     def serves_tests(self, path: str) -> bool:
         if path not in self.known:

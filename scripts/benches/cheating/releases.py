@@ -186,8 +186,10 @@ def plain_pytest(tree: Path, packages: Path, paths: list[str]) -> dict[str, list
         "RESULTS": str(results),
     }
     command = [PYTHON, "-m", "pytest", "-q", "-p", "headrace_results", "-p", "no:cacheprovider", *paths]
-    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **silent)
+    with open(os.devnull, "r+b") as null:  # noqa: PTH123 - no path of a tree
+        process = subprocess.Popen(
+            command, cwd=tree, env=environment, stdin=null, stdout=null, stderr=null, start_new_session=True
+        )
     try:
         process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
