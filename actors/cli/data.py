@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.actors.cli.output import EXIT_BAD_INPUT, EXIT_DIRTY, Json, Quiet, Steadily, say, write_json
+from headrace.actors.cli.output import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_FAILED, Json, Quiet, Steadily, say, write_json
 
 data_app = typer.Typer(no_args_is_help=True, help="Convert data sets, and try their tasks.")
 
@@ -44,6 +44,7 @@ def convert(
     licence: Annotated[
         str, typer.Option(help="Licence of the data, for report.json and the tasks; by default the file that names it.")
     ] = "",
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is refused.")] = False,
     json: Json = None,
 ) -> None:
     """Convert the rows of a data set to tasks (docs/tasks.md), and list the rows that cannot be graded, with the
@@ -82,6 +83,8 @@ def convert(
     say(f"licence: {done.licence}")
     if done.count == 0:
         raise typer.Exit(EXIT_BAD_INPUT)
+    if strict and done.refused:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @data_app.command("images")

@@ -1,10 +1,13 @@
-"""Lists of the cheats of `scripts/bench cheats`: their number, and the open ones named in the docs."""
+"""Lists of the cheats of `scripts/bench cheats`: their number, and the open ones named in the docs. Deadlines of
+evaluations."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benches.cheating.cheat_bench import all_pairs
@@ -13,6 +16,8 @@ from benches.cheating.repositories import REPOSITORIES
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.launch import refuse_short_evaluations
+from headrace.buffer.tasks.datasets import harbor
+from headrace.buffer.tasks.datasets.swe import SweEnvironment, task_of, task_of_openclaw
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 
@@ -42,3 +47,38 @@ def test_an_evaluation_deadline_too_short_for_twins_is_refused() -> None:
     refuse_short_evaluations([replace(task, evaluator=scored)], 1800.0)
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 1800"):
         refuse_short_evaluations([replace(task, evaluator=scored)], 600.0)
+
+
+RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
+AGENTS = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code")
+ROW = {
+    "instance_id": "calc-7",
+    "base_commit": "0" * 40,
+    "problem_statement": "mean([]) raises",
+    "test_patch": "diff --git a/tests/test_calc.py b/tests/test_calc.py\n",
+    "FAIL_TO_PASS": ["tests/test_calc.py::test_empty"],
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_tasks_that_are_converted_with_defaults_fit_the_recipes_of_agents(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("true")
+    (tmp_path / "parse.py").write_text("pass")
+    scripts = {"run_script_path": "run.sh", "parser_script_path": "parse.py", "fail_to_pass": ["t"]}
+    wrapped = {key: ROW[key] for key in ("instance_id", "problem_statement")}
+    rows: list[tuple[Any, Any]] = [
+        (task_of, ROW),
+        (task_of, {"metadata": wrapped | {"eval_cmd": "pytest"}}),
+        (task_of, {"metadata": wrapped | {"swepro": scripts}}),
+        (task_of, {"metadata": wrapped | {"remote_env_info": {"f2p_script": "pass"}}}),
+        (task_of_openclaw, {"metadata": {"instance": ROW}, "text": "mean([]) raises"}),
+    ]
+    tasks = [convert(row, SweEnvironment(image="host"), tmp_path) for convert, row in rows]
+    (tmp_path / "folder" / "tests").mkdir(parents=True)
+    for path, text in (("task.toml", ""), ("instruction.md", "count"), ("tests/test.sh", "true")):
+        (tmp_path / "folder" / path).write_text(text)
+    (tmp_path / "folder" / "environment").mkdir()
+    (tmp_path / "folder" / "environment" / "Dockerfile").write_text("FROM ubuntu:22.04\nWORKDIR /app\n")
+    tasks.append(harbor.task_of(tmp_path / "folder", harbor.HarborSettings(images={"ubuntu:22.04": "host"})))
+    recipe = tomllib.loads((RECIPES / f"{name}.toml").read_text())
+    refuse_short_evaluations(tasks, recipe["rollout"]["evaluate_timeout_s"])

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from headrace.actors.cli.app import app
 from headrace.actors.services.corpus import read_passages
 from headrace.buffer.tasks.datasets.archives import ArchiveBounds, unpack
 from headrace.buffer.tasks.datasets.converters import Converted, SettingsRefused, convert
@@ -265,3 +267,12 @@ def test_the_example_corpus_is_no_task_file_and_serves_a_retriever(tmp_path: Pat
     with pytest.raises(SettingsRefused, match=r"services\.retriever\.corpus"):
         convert(corpus, tmp_path, form="auto", settings={})
     assert len(list(read_passages(corpus))) == 10
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
+def test_refused_rows_can_end_the_command_with_1(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
+    rows = [SWE | {"image": "host", "problem_statement": "mend it"}, SWE | {"image": "host"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["data", "convert", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), *options]
+    assert CliRunner().invoke(app, command).exit_code == code
+    assert len((tmp_path / "out" / "refused.jsonl").read_text().splitlines()) == 1

@@ -23,7 +23,7 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -387,11 +387,13 @@ class Known:
         self.rows += rows
 
 
-async def measure(state: Path, sample: int | None, progress: Callable[[str], None], seed: int = 0) -> dict[str, Any]:
-    """Grade the pairs that the state folder has no verdicts of, at most `sample` verdicts if given, and return the
-    figures of all verdicts there. Raises SandboxError."""
+async def measure(
+    state: Path, sample: int | None, progress: Callable[[str], None], seed: int = 0, only: Collection[str] = ()
+) -> dict[str, Any]:
+    """Grade the pairs that the state folder has no verdicts of (about `sample` verdicts if given, of the projects
+    `only` if there are any), and return the figures of all verdicts there. Raises SandboxError."""
     known = Known(state / "verdicts.jsonl")
-    named = list(projects().items())
+    named = [(name, needs) for name, needs in projects().items() if not only or name in only]
     random.Random(seed).shuffle(named)
     left, places = sample, asyncio.Semaphore(AT_ONCE)
 
