@@ -281,10 +281,11 @@ async def _run(
                 code = result.exit_code
                 raise RunBroken(f"before_repo_set_cmd failed with exit code {code}: {result.stderr[-200:]!r}")
             tests |= set(result.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1])
-        support = await _test_support(sandbox, task, left.diff, tests)
         try:
+            touched = {path for file in parse_diff(left.diff) for path in file.paths}
+            support = await _test_support(sandbox, task, touched, tests)
             filtered = filter_diff(left.diff, FilterRules(test_files=tests | support, new_names=True), left.base)
-        except DiffRefused:
+        except (DiffRefused, RunBroken, SandboxError):
             raise
         except Exception as error:
             # Only a patch can break the filter, and must not escape a verdict by that.
@@ -316,11 +317,12 @@ async def _run(
         return run, filtered.dropped
 
 
-async def _test_support(sandbox: Sandbox, task: Task, diff: bytes, tests: Collection[str]) -> frozenset[str]:
-    """Return the paths of a diff that serve the tests of the pristine repository (see `in_sandbox.test_support`).
-    Raises DiffRefused, RunBroken, SandboxError."""
+async def _test_support(
+    sandbox: Sandbox, task: Task, touched: Collection[str], tests: Collection[str]
+) -> frozenset[str]:
+    """Return those of a patch's paths that serve the tests of the pristine repository (see `in_sandbox.test_support`).
+    Raises RunBroken, SandboxError."""
     repository = _repository_of(task)
-    touched = {path for file in parse_diff(diff) for path in file.paths}
     paths = sorted(path for path in touched if reason_for_path(path, frozenset(tests), new=True) is None)
     if not paths:
         return frozenset()
