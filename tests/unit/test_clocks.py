@@ -26,7 +26,7 @@ def test_the_timeouts_of_an_agent_recipe_allow_half_hour_agents(recipe: str) -> 
     assert rollout.agent_timeout_s == 1800
     assert config.gateway.turn_timeout_s == 600
     assert config.gateway.gate_wait_s == 156, "three missed health checks, then the start of another engine"
-    assert rollout.guard_s == 60 + 30 + 5 + 3 * 30 + 1800 + 600
+    assert rollout.guard_s == 60 + 30 + 5 + 3 * 30 + 1800 + 1800
     assert config.training.stage_timeout_s == 1800
     assert config.service.stall_s == 3600
 

@@ -97,10 +97,8 @@ class ObjectiveConfig(BaseModel):
         """What differs from the papers and probably was not meant, one sentence each (docs/objectives.md)."""
         found = []
         if self.objective == "gspo" and max(self.eps_low, self.eps_high) > GSPO_CLIP:
-            clips = f"{self.eps_low:g} and {self.eps_high:g}"
-            found.append(
-                f"gspo clips at eps_low and eps_high {clips}, its paper at 0.0003 and 0.0004: nothing is clipped"
-            )
+            clips = f"eps_low {self.eps_low:g} and eps_high {self.eps_high:g}"
+            found.append(f"gspo clips at {clips}, its paper at 0.0003 and 0.0004: nothing is clipped")
         if self.objective == "cispo" and self.loss_weight != "token":
             found.append(f'cispo has loss_weight "{self.loss_weight}", its paper the mean over all tokens: "token"')
         return tuple(found)
