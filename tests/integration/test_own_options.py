@@ -24,7 +24,12 @@ from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import FILES, HIDDEN_TESTS, IDS, PYTEST, REPO, RIGHT, SPEC, WRONG, repository_task
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.slow(but_first=True), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.namespaces,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.slow(but_first=True),
+    pytest.mark.timeout(600),
+]
 PLUGINS = (
     "pytest==9.1.1",
     "pytest-xdist==3.8.0",
