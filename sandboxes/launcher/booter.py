@@ -34,8 +34,8 @@ from headrace.sandboxes.linux.syscalls import reason_of
 _INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
-_TOTAL: Final = "the total that this host allows for all sandboxes"
 """Upper bound on the System V segments of one sandbox."""
+_TOTAL: Final = "the total that this host allows for all sandboxes"
 
 
 class Booter:

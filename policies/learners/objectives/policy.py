@@ -14,6 +14,7 @@ A < 0 and the ratio > dual_clip. Coefficients have no gradient.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from headrace.policies.learners.objectives.config import ObjectiveConfig
@@ -54,13 +55,10 @@ def cispo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
 
 
 def _clipped(tokens: TrainedTokens, ratio_N: Tensor, config: ObjectiveConfig, *, clips: bool = True) -> TokenLoss:
-    passed_N = ((tokens.advantages_N > 0) & (ratio_N > 1.0 + config.eps_high)) | (
-        (tokens.advantages_N < 0) & (ratio_N < 1.0 - config.eps_low)
-    )
+    low, high = (1.0 - config.eps_low, 1.0 + config.eps_high) if clips else (0.0, math.inf)
+    passed_N = ((tokens.advantages_N > 0) & (ratio_N > high)) | ((tokens.advantages_N < 0) & (ratio_N < low))
     if config.dual_clip is not None:
         passed_N |= (tokens.advantages_N < 0) & (ratio_N > config.dual_clip)
-    if not clips:
-        passed_N = passed_N & False
     coefficient_N = (_capped(ratio_N, config) * tokens.advantages_N).masked_fill(passed_N, 0.0)
     # The last factor is 1, with the gradient of the log-probability.
     loss_N = -coefficient_N * (tokens.logprobs_N - tokens.logprobs_N.detach()).exp()
