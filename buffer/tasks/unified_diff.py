@@ -247,6 +247,11 @@ def _parse_hunk(reader: _Reader) -> Hunk:
     return Hunk(old_start=old_start, old_count=old_count, new_start=new_start, new_count=new_count, lines=tuple(lines))
 
 
+def with_last_line_end(text: str) -> str:
+    """Return a text with the last line end, which git needs and data sets strip from patches."""
+    return text if not text or text.endswith("\n") else text + "\n"
+
+
 def why_not_applicable(diff: str) -> str | None:
     """Return the reason why git could not apply a diff to any tree, or None if it is well-formed."""
     try:

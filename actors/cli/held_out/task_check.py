@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from headrace.actors.cli.held_out.task_solutions import Solution, Solutions
+from headrace.actors.cli.held_out.task_solutions import HARBOR_FOLDER, SOLUTION, Solution, Solutions
 from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.evaluation.graders.history import GIT, prepare
+from headrace.actors.evaluation.graders.history import prepare
 from headrace.actors.evaluation.graders.rewards import score_parts
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
 from headrace.buffer.errors import TaskFileError
@@ -31,9 +31,6 @@ AT_ONCE: Final = 4
 """Number of tasks that are checked at once."""
 WORKSPACE: Final = "/workspace"
 AGENT: Final = "agent"
-SOLUTION: Final = "/tmp/headrace-solution"
-SOLUTIONS: Final = "/solution"
-"""Where Harbor puts the folder of a solution."""
 SOLUTION_S: Final = 600.0
 """Time for a solution whose task has no limit."""
 _UNTRIED: Final = (*OF_EPISODES, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
@@ -168,13 +165,10 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
 async def _apply(solution: Solution, sandbox: Sandbox, *, user: str, folder: str, timeout_s: float) -> str:
     """Run a solution where the agent would have worked, and return what failed; empty if nothing did. A script may fail
     and still solve a task. Raises SandboxError."""
-    files = {f"{SOLUTIONS}/{name}": content for name, content in solution.files.items()}
-    await sandbox.write_many(files or {SOLUTION: solution.text.encode()})
-    command = f"{GIT} apply {SOLUTION}" if solution.is_patch else f"bash {SOLUTION}"
-    if files:
-        command = f"bash {SOLUTIONS}/solve.sh"
-    ran = await sandbox.exec(command, cwd=folder, env=dict(solution.environment), user=user, timeout_s=timeout_s)
-    await sandbox.exec(f"rm -rf {SOLUTION} {SOLUTIONS}", timeout_s=timeout_s)
+    await sandbox.write_many(solution.files)
+    environment = dict(solution.environment)
+    ran = await sandbox.exec(solution.command, cwd=folder, env=environment, user=user, timeout_s=timeout_s)
+    await sandbox.exec(f"rm -rf {SOLUTION} {HARBOR_FOLDER}", timeout_s=timeout_s)
     if ran.exit_code == 0:
         return ""
     printed = (ran.stdout + ran.stderr)[-_DETAIL_CHARACTERS // 2 :].decode(errors="replace").strip()

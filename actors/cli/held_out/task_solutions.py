@@ -11,23 +11,29 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
+from headrace.actors.evaluation.graders.history import GIT
 from headrace.buffer.tasks.datasets.harbor import read_solution
 from headrace.buffer.tasks.task import EvaluatorKind, Task
+from headrace.buffer.tasks.unified_diff import with_last_line_end
 
 
 class SolutionsRefused(ValueError):
     """The folder of solutions cannot be used; the message says why."""
 
 
+SOLUTION: Final = "/tmp/headrace-solution"
+HARBOR_FOLDER: Final = "/solution"
+"""Where Harbor puts the folder of a solution."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A shell script for the agent's sandbox, a patch for the repository of a task, or the files of Harbor's folder
-    `solution`, with the environment variables of its `solve.sh`."""
+    """Files in the agent's sandbox (by path), and the shell command that solves the task with them."""
 
-    text: str = ""
-    is_patch: bool = False
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes]
+    command: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -56,14 +62,19 @@ class Solutions:
         """Return the solution of a task, or None. Raises RowRefused, OSError for one that cannot be read."""
         if task.id in self._by_id:
             found = read_solution(self._by_id[task.id])
-            return None if found is None else Solution(files=found[0], environment=found[1])
+            if found is None:
+                return None
+            files = {f"{HARBOR_FOLDER}/{name}": content for name, content in found[0].items()}
+            return Solution(files=files, command=f"bash {HARBOR_FOLDER}/solve.sh", environment=found[1])
         if self._folder is None:
             return None
         name = task.id.replace("/", "__")
         is_repository = task.evaluator.kind is EvaluatorKind.REPOSITORY
         for path, is_patch in ((self._folder / f"{name}.patch", True), (self._folder / f"{name}.sh", False)):
             if path.is_file() and (is_repository or not is_patch):
-                # Data sets strip the last line end of a patch, and git needs it.
                 text = path.read_text(encoding="utf-8")
-                return Solution(text=text.rstrip("\n") + "\n" if is_patch else text, is_patch=is_patch)
+                if is_patch:
+                    text = with_last_line_end(text)
+                command = f"{GIT} apply {SOLUTION}" if is_patch else f"bash {SOLUTION}"
+                return Solution(files={SOLUTION: text.encode()}, command=command)
         return None

@@ -29,6 +29,7 @@ from headrace.buffer.tasks.unified_diff import (
     DiffRefused,
     FileDiff,
     parse_diff,
+    with_last_line_end,
 )
 
 MAX_PATH_BYTES: Final = 1024
@@ -68,7 +69,7 @@ def with_base_sections(name: str, base: str, new: str) -> str | None:
         if wanted == [text for header, text in _chunks(new, _INI_HEADER) if header in _INI_SECTIONS]:
             return new
         rest = [text for header, text in _chunks(new, _INI_HEADER) if header not in _INI_SECTIONS]
-        return "".join(map(_ended, rest + wanted))
+        return "".join(map(with_last_line_end, rest + wanted))
     before, after = _parse_toml(base), _parse_toml(new)
     if before is None or after is None:
         return None
@@ -76,7 +77,7 @@ def with_base_sections(name: str, base: str, new: str) -> str | None:
         return new
     own = [text for header, text in _chunks(new, _TOML_HEADER) if not _is_test_table(header)]
     tests = [text for header, text in _chunks(base, _TOML_HEADER) if _is_test_table(header)]
-    spliced = "".join(map(_ended, own + tests))
+    spliced = "".join(map(with_last_line_end, own + tests))
     return spliced if _parse_toml(spliced) == (after[0], before[1]) else None
 
 
@@ -112,10 +113,6 @@ def _chunks(text: str, header: re.Pattern[str]) -> list[tuple[str, str]]:
             chunks.append((match[1], []))
         chunks[-1][1].append(line)
     return [(name, "".join(lines)) for name, lines in chunks]
-
-
-def _ended(text: str) -> str:
-    return text if not text or text.endswith("\n") else text + "\n"
 
 
 class DropReason(StrEnum):

@@ -51,7 +51,7 @@ from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.repositories import Command, RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.tasks.task import Task
-from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff
+from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff, with_last_line_end
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox
@@ -368,8 +368,8 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
     test_patch = grader.test_patch if isinstance(grader, TestIds) else ""
     if not diff and not test_patch:
         return None
-    folder = f"/opt/{secrets.token_hex(8)}"
-    await sandbox.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": _ended(test_patch)})
+    folder, tests = f"/opt/{secrets.token_hex(8)}", with_last_line_end(test_patch).encode()
+    await sandbox.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": tests})
     result = await sandbox.exec(
         program_command(repository.python, "apply", folder), cwd=repository.workdir, timeout_s=timeout_s
     )
@@ -378,11 +378,6 @@ async def _apply(sandbox: Sandbox, repository: RepositorySpec, diff: bytes, time
     if result.exit_code != 0:
         raise RunBroken(f"the test patch of the task does not apply ({result.exit_code}): {result.stderr[-200:]!r}")
     return None
-
-
-def _ended(patch: str) -> bytes:
-    """Return a patch with the last line end, which data sets strip and git needs."""
-    return (patch if not patch or patch.endswith("\n") else patch + "\n").encode()
 
 
 def _report_of(run: TestRun) -> Report:

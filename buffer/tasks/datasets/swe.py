@@ -104,7 +104,6 @@ def task_of_openclaw(row: object, environment: SweEnvironment, folder: Path) -> 
         case _:
             raise RowRefused("metadata.instance must be an object, and text a text")
     flat["problem_statement"] = flat.get("problem_statement") or text
-    flat["image"] = flat.get("image") or flat.get("image_name")
     if "FAIL_TO_PASS" not in flat and flat.get("eval_script"):
         raise RowRefused(
             "metadata.instance: eval_script alone cannot grade; add FAIL_TO_PASS, PASS_TO_PASS, test_patch"
