@@ -9,18 +9,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from benches.cheating.cheat_bench import BenchSandboxes
+from benches.cheating.repositories import git_diff
 
 from headrace.actors.evaluation.graders.baselines import Baselines
-from headrace.actors.evaluation.graders.patch import file_diff
 from headrace.actors.evaluation.graders.patch_collection import LeftDiff
 from headrace.actors.evaluation.graders.repository import grade
 from headrace.buffer.tasks.repositories import Command, Grader, Script
-from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import FILES, HIDDEN_TESTS, IDS, PYTEST, REPO, RIGHT, SPEC, WRONG, repository_task
 
@@ -93,27 +91,6 @@ def pairwise() -> list[tuple[str, ...]]:
     return chosen
 
 
-class Sandboxes:
-    """Clean sandboxes with pytest and plugins."""
-
-    def __init__(self, provider: LocalProvider, archive: bytes) -> None:
-        self.provider, self.archive = provider, archive
-
-    async def freeze(self, sandbox: SandboxId) -> None:
-        """There is no agent."""
-
-    @asynccontextmanager
-    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        sandbox = await self.provider.attach(await self.provider.create(spec))
-        try:
-            await sandbox.write(f"{PYTEST}/plugins.tar", self.archive)
-            result = await sandbox.exec("tar -xf plugins.tar", cwd=PYTEST, timeout_s=60)
-            assert result.exit_code == 0, result
-            yield sandbox
-        finally:
-            await sandbox.kill()
-
-
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("plugins")
@@ -140,7 +117,6 @@ async def test_a_repository_is_graded_with_its_own_options(
     hidden = {} if grader == "script" else {f"{REPO}/tests/test_calc.py": HIDDEN_TESTS}
     task = replace(repository_task(spec, hidden_files=hidden, timeout_s=60.0), files=files)
     text, wanted = PATCHES[patch]
-    header = "diff --git a/calc.py b/calc.py\nindex 0000000..1111111 100644\n"
-    left = LeftDiff(diff=(header + file_diff("/calc.py", WRONG, text)).encode())
-    verdict = await grade(task, left, Sandboxes(provider, plugins), Baselines())
+    left = LeftDiff(diff=git_diff("calc.py", WRONG, text).encode())
+    verdict = await grade(task, left, BenchSandboxes(provider, plugins, PYTEST), Baselines())
     assert verdict.reward == wanted, verdict

@@ -62,7 +62,7 @@ def repository_task(spec: RepositorySpec = SPEC, **evaluator: object) -> Task:
 
 async def install_pytest(sandbox: Sandbox) -> None:
     """What the image of such a task brings."""
-    await cheat_bench.install_pytest(sandbox, PYTEST)
+    await cheat_bench.install_packages(sandbox, cheat_bench.pytest_archive(), PYTEST)
 
 
 class PytestSandboxes(CleanSandboxes):

@@ -75,12 +75,17 @@ async def _collect(
         code = result.exit_code
         raise ProgramFailed(f"collecting the diff failed with exit code {code}: {result.stderr[-200:]!r}")
     try:
-        header, _, diff = result.stdout.partition(b"\n")
-        found = json.loads(header)
-        return LeftDiff(
-            diff=diff,
-            base={path: bytes.fromhex(content) for path, content in found["settings"].items()},
-            notes=tuple(Dropped(path=path, reason=DropReason(reason)) for path, reason in found["notes"]),
-        )
+        return parse_collected(result.stdout)
     except ValueError as error:
         raise ProgramFailed(f"collecting the diff: {repository.python} printed {result.stdout[:200]!r}") from error
+
+
+def parse_collected(stdout: bytes) -> LeftDiff:
+    """Return what `in_sandbox.collect` has printed. Raises ValueError."""
+    header, _, diff = stdout.partition(b"\n")
+    found = json.loads(header)
+    return LeftDiff(
+        diff=diff,
+        base={path: bytes.fromhex(content) for path, content in found["settings"].items()},
+        notes=tuple(Dropped(path=path, reason=DropReason(reason)) for path, reason in found["notes"]),
+    )

@@ -49,6 +49,7 @@ for _module in set(sys.modules) - _before:
 
 import pytest
 
+# Builtins that the repository replaces must not change what this module does.
 globals().update({name: value for name, value in vars(builtins).items() if not name.startswith("_")})
 _quote = json.encoder.encode_basestring_ascii
 _chance = random.SystemRandom()  # its state is not the tests', and no seed of theirs reaches it
@@ -224,8 +225,8 @@ def all_raise() -> bool:
 
 
 def shown(value: Any, depth: int = 3) -> str:
-    """Return a value as JSON without addresses. What stands in an object's public attributes is an object there, so
-    that an honest change, which adds some, can be told from one of the values."""
+    """Return a value as JSON without addresses. Public attributes become a JSON object, so that the grader can accept
+    an added attribute and refuse a changed value."""
     kind = type(value)  # and no `isinstance`, which asks proxies what they stand for
     if value is None or kind in (bool, int, float, complex, str, bytes, range):
         return _quote(repr(value)[:200])

@@ -122,7 +122,7 @@ class Support:
 
     def serves_tests(self, path: str) -> bool:
         if path not in self.known:
-            self.known[path] = True  # so that modules which import each other, and nobody else does, do
+            self.known[path] = True  # a cycle of modules that nobody else imports serves the tests, too
             own = {f"test_{stem(path)}.py", f"{stem(path)}_test.py"}
             has_own = any(os.path.basename(other) in own for other in sources())
             self.known[path] = not has_own and self.is_candidate(path) and not self.is_used(path)

@@ -63,20 +63,22 @@ def pytest_archive() -> bytes:
     return buffer.getvalue()
 
 
-async def install_pytest(sandbox: Sandbox, folder: str = PACKAGES) -> None:
-    """Install pytest, which the image of a real task contains. Raises SandboxError."""
-    await sandbox.write(f"{folder}/packages.tar", pytest_archive())
-    result = await sandbox.exec("tar -xf packages.tar", cwd=folder, timeout_s=60)
+async def install_packages(sandbox: Sandbox, archive: bytes, folder: str) -> None:
+    """Unpack packages, which the image of a real task contains. Raises SandboxError."""
+    await sandbox.write(f"{folder}/packages.tar", archive)
+    result = await sandbox.exec("tar -xf packages.tar && rm packages.tar", cwd=folder, timeout_s=60)
     if result.exit_code != 0:
-        raise SandboxError(f"unpacking pytest failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
+        raise SandboxError(f"unpacking packages failed with exit code {result.exit_code}: {result.stderr[-200:]!r}")
 
 
 @dataclass(slots=True)
 class BenchSandboxes:
-    """Source of clean sandboxes with pytest, taken directly from a provider; `seconds` lists how long each was in
-    use."""
+    """Source of clean sandboxes with packages (a tar), taken directly from a provider; `seconds` lists how long each
+    was in use."""
 
     provider: LocalProvider
+    archive: bytes = field(default_factory=pytest_archive)
+    folder: str = PACKAGES
     seconds: list[float] = field(default_factory=list)
 
     async def freeze(self, sandbox: SandboxId) -> None:
@@ -87,7 +89,7 @@ class BenchSandboxes:
         began = time.monotonic()
         sandbox = await self.provider.attach(await self.provider.create(spec))
         try:
-            await install_pytest(sandbox)
+            await install_packages(sandbox, self.archive, self.folder)
             yield sandbox
         finally:
             await sandbox.kill()

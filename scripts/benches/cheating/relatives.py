@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
-from headrace.actors.evaluation.graders.patch import file_diff
+from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository, git_diff
 from headrace.buffer.tasks.repositories import TestIds
 
 _IDS: Final = TestIds(
@@ -33,14 +32,7 @@ class Relative:
     def diff(self, changes: Mapping[str, str | None]) -> bytes:
         """Return the patch that makes these changes."""
         before = {**self.repository.files, self.repository.module: self.repository.source()}
-        return "".join(_diff(path, before.get(path), after) for path, after in changes.items()).encode()
-
-
-def _diff(path: str, before: str | None, after: str | None) -> str:
-    kind = "index 0000000..1111111 100644\n"
-    if before is None or after is None:
-        kind = f"{'new' if before is None else 'deleted'} file mode 100644\n"
-    return f"diff --git a/{path} b/{path}\n{kind}" + file_diff(f"/{path}", before, after)
+        return "".join(git_diff(path, before.get(path), after) for path, after in changes.items()).encode()
 
 
 _PLAIN: Final = CheatRepository(name="functions", grader=_IDS, tests={"tests/test_calc.py": PLAIN})

@@ -23,30 +23,29 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from benches.cheating.cheat_bench import BenchSandboxes
+from benches.cheating.repositories import PACKAGES
 from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.diff_filter import is_test
-from headrace.actors.evaluation.graders.patch_collection import LeftDiff
+from headrace.actors.evaluation.graders.patch_collection import LeftDiff, parse_collected
 from headrace.actors.evaluation.graders.repository import grade
 from headrace.actors.evaluation.in_sandbox import source
 from headrace.buffer.tasks.parts import BinaryFile
 from headrace.buffer.tasks.repositories import RepositorySpec, TestIds
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 
 PROJECTS: Final = Path(__file__).with_name("released.txt")
 PYTEST: Final = "pytest==9.1.1"
 PYTHON: Final = "/usr/bin/python3"
 WORKDIR: Final = "/workspace/repository"
-PACKAGES: Final = "/opt/packages"
 PAIRS_EACH: Final = 3
 MAX_TESTS: Final = 1500
 TIMEOUT_S: Final = 150.0
@@ -293,29 +292,7 @@ def collected(base: Path, left: Path) -> LeftDiff:
     """Return the diff of an agent's tree, as the collector of a sandbox makes it."""
     given = json.dumps({"base": str(base), "left": str(left), "caps": [500_000, 1000, 1 << 20]})
     ran = subprocess.run([PYTHON, "-c", source("collect"), given], capture_output=True, check=True, cwd="/")
-    header, _, diff = ran.stdout.partition(b"\n")
-    settings = json.loads(header)["settings"]
-    return LeftDiff(diff=diff, base={path: bytes.fromhex(content) for path, content in settings.items()})
-
-
-class _Sandboxes:
-    """Clean sandboxes with a pair's packages, as its image would have them."""
-
-    def __init__(self, provider: LocalProvider, archive: bytes) -> None:
-        self._provider, self._archive = provider, archive
-
-    async def freeze(self, sandbox: SandboxId) -> None:
-        """There is no agent."""
-
-    @asynccontextmanager
-    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        sandbox = await self._provider.attach(await self._provider.create(spec))
-        try:
-            await sandbox.write(f"{PACKAGES}/packages.tar", self._archive)
-            await sandbox.exec("tar -xf packages.tar && rm packages.tar", cwd=PACKAGES, timeout_s=60)
-            yield sandbox
-        finally:
-            await sandbox.kill()
+    return parse_collected(ran.stdout)
 
 
 def archive_of(folder: Path, target: Path) -> Path:
@@ -359,7 +336,7 @@ async def verdicts_of(pair: ReleasePair, provider: LocalProvider, state: Path) -
         diff = await asyncio.to_thread(collected, base, left)
         # What the filter drops by its rules never counts: links and binaries.
         phases = await asyncio.to_thread(plain_pytest, left, pair.packages, paths)
-        verdict = await grade(task, diff, _Sandboxes(provider, packages), baselines)
+        verdict = await grade(task, diff, BenchSandboxes(provider, packages), baselines)
         rows.append(
             {
                 "pair": pair.name,

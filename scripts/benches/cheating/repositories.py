@@ -51,9 +51,7 @@ class CheatRepository:
 
     def diff(self, branch: str, prefix: str) -> bytes:
         """Return the patch that makes these changes to the original repository."""
-        changed = file_diff(f"/{self.module}", self.source(), self.source(branch, prefix))
-        header = f"diff --git a/{self.module} b/{self.module}\nindex 0000000..1111111 100644\n"
-        return (header + changed).encode()
+        return git_diff(self.module, self.source(), self.source(branch, prefix)).encode()
 
     def task(self) -> Task:
         """Return the task to fix `mean`."""
@@ -72,6 +70,14 @@ class CheatRepository:
                 kind=EvaluatorKind.REPOSITORY, repository=spec, hidden_files=hidden, timeout_s=120.0
             ),
         )
+
+
+def git_diff(path: str, before: str | None, after: str | None) -> str:
+    """Return the change of a file as git writes it; None stands for a file that does not exist."""
+    kind = "index 0000000..1111111 100644"
+    if before is None or after is None:
+        kind = f"{'new' if before is None else 'deleted'} file mode 100644"
+    return f"diff --git a/{path} b/{path}\n{kind}\n{file_diff(f'/{path}', before, after)}"
 
 
 def _ids(*names: str, path: str = "tests/test_calc.py") -> TestIds:
@@ -322,9 +328,7 @@ def test_better_than_expected():
     assert mean([2]) == 2
 """
 _MAIN = "\nif __name__ == '__main__':\n    import sys, pytest\n    sys.exit(pytest.main(['-q', '-x', __file__]))\n"
-_PATCHED_TESTS = "diff --git a/tests/test_calc.py b/tests/test_calc.py\nnew file mode 100644\n" + file_diff(
-    "/tests/test_calc.py", None, PLAIN
-)
+_PATCHED_TESTS = git_diff("tests/test_calc.py", None, PLAIN)
 _PYTEST = "python3 -m pytest -q -p no:cacheprovider"
 _RUN_EACH = """\
 #!/bin/bash
