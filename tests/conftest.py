@@ -95,8 +95,8 @@ def keep_first(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Group the tests for several workers (`--dist loadgroup`): a file's tests share a worker. The files that read the
-    finished run share one, and the others that use Ray another (two where all run, which take longest), so that a test
-    run starts Ray twice or three times. Those come first, with the groups that files name themselves."""
+    finished run share one, and the others that use Ray another: beside the hosts of namespaces, two local Rays take all
+    of two cores. Those come first, with the groups that files name themselves."""
     keep_first(items)
     if config.option.part is not None:
         parts: dict[str, list[pytest.Item]] = {"core": [], "rest": []}
@@ -111,9 +111,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             lanes[item.path] = max(fixture, lanes.get(item.path, ""), key=lambda name: name == "finished_run")
         if named := item.get_closest_marker("xdist_group"):
             lanes[item.path] = named.args[0] if named.args else named.kwargs["name"]
-    if config.option.part != "core":
-        of_ray = sorted(path for path, lane in lanes.items() if lane == "ray_cluster")
-        lanes.update((path, "ray_cluster_2") for path in of_ray[1::2])
     items.sort(key=lambda item: item.path not in lanes)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:

@@ -13,13 +13,17 @@ Invariants:
 from __future__ import annotations
 
 import os
+import select
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 _INIT: Final = 1
 _MAX_ROUNDS: Final = 8
+_DEATHS_S: Final = 1.0
+"""Longest wait for killed processes, one of which may hang in a call to the kernel."""
 
 
 class ProcessEntry(NamedTuple):
@@ -72,8 +76,8 @@ def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> 
 
 
 def kill_tree(root: int, *, strays: bool) -> bool:
-    """Stop and then kill a command and all its descendants. Returns False if new processes kept appearing; the caller
-    must then kill all processes."""
+    """Stop and then kill a command and all its descendants, and wait until they have ended. Returns False if new
+    processes kept appearing; the caller must then kill all processes."""
     stopped: set[int] = set()
     for _ in range(_MAX_ROUNDS):
         fresh = tree_of(root, read_processes(), strays=strays) - stopped
@@ -84,8 +88,22 @@ def kill_tree(root: int, *, strays: bool) -> bool:
         stopped |= fresh
     else:
         return False
+    ends = select.poll()
+    watched: list[int] = []
     for pid in stopped:
+        with suppress(OSError):
+            watched.append(os.pidfd_open(pid))
+            ends.register(watched[-1], select.POLLIN)
         _signal(pid, signal.SIGKILL)
+    # A killed process runs once more to end, and a busy machine lets it wait for that.
+    until_s = time.monotonic() + _DEATHS_S
+    alive = set(watched)
+    while alive and (left_s := until_s - time.monotonic()) > 0:
+        for descriptor, _ in ends.poll(left_s * 1000):
+            ends.unregister(descriptor)
+            alive.discard(descriptor)
+    for descriptor in watched:
+        os.close(descriptor)
     return True
 
 

@@ -20,7 +20,11 @@ def test_a_run_outlives_its_user_and_the_head_and_a_worker_node(cluster: Cluster
     recipe = str(ROOT / "scripts" / "recipes" / "simulated.toml")
     options = cluster.options(*QUICK, "training.steps=40")
     client = cluster.start("run", recipe, "--name", "survivor", "--owner", "tester", *options, log=log)
-    wait_until(lambda: b"running" in log.read_bytes() or client.poll() is not None, "the client to report the run")
+    try:
+        wait_until(lambda: b"running" in log.read_bytes() or client.poll() is not None, "the client to report the run")
+    except TimeoutError as error:
+        error.add_note(log.read_text())
+        raise
     assert client.poll() is None, log.read_text()
     run = cluster.run_named("survivor")
     run.wait_for_step(2)

@@ -164,7 +164,9 @@ async def test_a_stream_of_events_ends_with_its_first_event(tmp_path: Path, run_
 
 
 def pages_alive() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "page.page_processes" in " ".join(child.cmdline())]
+    """Children of this process, another test's zombies aside, that are a page."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "page.page_processes" in " ".join(child.cmdline())]
 
 
 @pytest.mark.whole
