@@ -196,8 +196,37 @@ async def test_missing_sandboxes_return_404_and_unsupported_routes_501(alice: An
         status, answer, _ = await alice.call(method, path, {} if method == "POST" else None)
         assert (status, answer["code"], answer["error_code"]) == (501, 501, "unsupported"), path
     assert (await alice.call("POST", "/v2/sandboxes", {"templateID": "base", "mcp": {"a": {}}}))[0] == 501
-    assert (await alice.call("PUT", f"/sandboxes/{box.id}/network", {"denyOut": ["0.0.0.0/0"]}))[0] == 204
-    assert (await alice.call("PUT", f"/sandboxes/{box.id}/network", {"allowOut": ["1.1.1.1"]}))[0] == 501
+
+
+@pytest.mark.parametrize("route", ["create", "update"])
+async def test_a_way_out_is_refused_by_name_or_told_to_be_missing(
+    alice: Any, route: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    box = await alice.create()
+
+    async def ask(**wanted: Any) -> tuple[int, Any, Any]:
+        if route == "update":
+            return await alice.call("PUT", f"/sandboxes/{box.id}/network", wanted)
+        internet = wanted.pop("allow_internet_access", None)
+        body = {"templateID": "base", "network": wanted or None, "allow_internet_access": internet}
+        return await alice.call("POST", "/v2/sandboxes", body)
+
+    for wanted in ({"denyOut": ["0.0.0.0/0"]}, {"allow_internet_access": False}, {}):
+        status, _, headers = await ask(**wanted)
+        assert (status, headers.get("headrace-not-granted")) == (201 if route == "create" else 204, None)
+    named: list[dict[str, Any]] = [
+        {"allowOut": ["1.1.1.1"]},
+        {"rules": {"a.example": [{}]}},
+        {"egressProxy": {"address": "a:1"}},
+    ]
+    for wanted in named:
+        status, answer, _ = await ask(**wanted)
+        assert (status, answer["error_code"]) == (501, "unsupported")
+        assert next(iter(wanted)) in answer["message"]
+    assert not caplog.messages
+    status, _, headers = await ask(allow_internet_access=True)
+    assert (status, headers["headrace-not-granted"]) == (201 if route == "create" else 204, "allow_internet_access")
+    assert [line for line in caplog.messages if line.endswith("allow_internet_access: a sandbox reaches no network")]
 
 
 async def test_lists_are_filtered_and_paged(alice: Any) -> None:

@@ -31,12 +31,13 @@ def test_other_sizes_are_refused_by_name(text: str) -> None:
 
 
 def test_ceilings_are_read() -> None:
-    found = parse_ceilings("memory=2G,disk=512M,processes=100,lifetime=3600", "x")
-    assert found == SandboxLimits(memory_bytes=2 << 30, disk_bytes=512 << 20, processes=100, lifetime_s=3600)
+    found = parse_ceilings("memory=2G,disk=512M,processes=100,cpus=2,lifetime=3600", "x")
+    assert found == SandboxLimits(memory_bytes=2 << 30, disk_bytes=512 << 20, processes=100, cpus=2, lifetime_s=3600)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "memory", "memory=", "cpu=1", "processes=0", "lifetime=x", "disk=1G,disk=2G", "a=b"]
+    "text",
+    ["", "memory", "memory=", "cpu=1", "cpus=0", "cpus=0.5", "processes=0", "lifetime=x", "disk=1G,disk=2G", "a=b"],
 )
 def test_bad_ceilings_are_refused_with_their_place(text: str) -> None:
     with pytest.raises(SpecRefused, match=r"^x"):
@@ -65,10 +66,11 @@ def test_key_files_may_have_ceilings(tmp_path: Path) -> None:
 
 
 def test_ceilings_lower_a_specification_and_refuse_more() -> None:
-    ceilings = SandboxLimits(memory_bytes=1 << 30, processes=50, lifetime_s=100)
+    ceilings = SandboxLimits(memory_bytes=1 << 30, processes=50, cpus=2, lifetime_s=100)
     lowered = ceilings.applied_to(SandboxSpec(ttl_s=100, memory_bytes=1 << 20), "a")
     assert (lowered.memory_bytes, lowered.disk_bytes, lowered.pids) == (1 << 20, None, 50)
-    asked: list[dict[str, Any]] = [{"memory_bytes": 2 << 30}, {"pids": 51}, {"ttl_s": 101}]
+    assert (lowered.cpu, ceilings.applied_to(SandboxSpec(ttl_s=1, cpu=0.5), "a").cpu) == (2, 0.5)
+    asked: list[dict[str, Any]] = [{"memory_bytes": 2 << 30}, {"pids": 51}, {"cpu": 2.1}, {"ttl_s": 101}]
     for more in asked:
         with pytest.raises(SpecRefused, match="key 'a' allows at most"):
             ceilings.applied_to(SandboxSpec(**{"ttl_s": 1, **more}), "a")

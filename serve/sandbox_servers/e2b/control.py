@@ -24,6 +24,7 @@ from headrace.serve.sandbox_servers.e2b_state.bodies import (
     idempotency_key,
     read_body,
     timestamp,
+    without_network,
 )
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, unsupported
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
@@ -159,7 +160,7 @@ def listed(row: Row, defaults: SandboxLimits) -> dict[str, Any]:
         "clientID": _CLIENT_ID,
         "startedAt": timestamp(row.started_at),
         "endAt": timestamp(row.end_at),
-        "cpuCount": os.cpu_count() or 1,
+        "cpuCount": row.cpus or os.cpu_count() or 1,
         "memoryMB": (limits.memory_bytes or 0) >> 20,
         "diskSizeMB": (limits.disk_bytes or 0) >> 20,
         "state": row.state.value,
@@ -197,8 +198,10 @@ class ControlPlane:
         for name, value in (("volumeMounts", order.volume_mounts), ("mcp", order.mcp), ("iam", order.iam)):
             if value:
                 raise unsupported(name)
+        wanted = order.network.model_copy(update={"allow_internet_access": order.allow_internet_access})
+        headers = without_network(request, wanted)
         row = await self._sandboxes.create(owner, order, key, _TIMEOUT_S[request.path])
-        return web.json_response(created(row, self._sandboxes.domain), status=201)
+        return web.json_response(created(row, self._sandboxes.domain), status=201, headers=headers)
 
     async def _list_running(self, request: web.Request, owner: Owner) -> web.Response:
         await self._sandboxes.forget_lost()

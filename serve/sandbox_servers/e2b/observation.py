@@ -16,7 +16,7 @@ from aiohttp import web
 from headrace.sandboxes.base import Feature, ImageRef
 from headrace.sandboxes.errors import SandboxError, SandboxGone
 from headrace.serve.sandbox_servers.e2b.envd import Access
-from headrace.serve.sandbox_servers.e2b_state.bodies import Network, NewSnapshot, read_body, timestamp
+from headrace.serve.sandbox_servers.e2b_state.bodies import Egress, NewSnapshot, read_body, timestamp, without_network
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, not_found, unsupported
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes, spec_of
@@ -91,11 +91,8 @@ class Observation:
         return web.json_response({"logs": [event.to_line() for event in events], "logEntries": entries})
 
     async def _network(self, request: web.Request, live: LiveSandbox) -> web.Response:
-        body = await read_body(request, Network)
-        if body.allow_out or body.allow_internet_access:
-            raise unsupported("network access of a sandbox")
-        # No sandbox has a network, so every denied destination is denied already.
-        return web.Response(status=204)
+        # Whatever is denied is denied already.
+        return web.Response(status=204, headers=without_network(request, await read_body(request, Egress)))
 
     async def _fork(self, request: web.Request, live: LiveSandbox) -> web.Response:
         raise unsupported("fork")

@@ -6,6 +6,7 @@ Unknown fields are ignored (newer SDKs send more); known fields that this server
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, TypeVar
@@ -14,7 +15,7 @@ import orjson
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from headrace.serve.sandbox_servers.e2b_state.errors import ApiError
+from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, unsupported
 
 MAX_TIMEOUT_S: Final = 24 * 3600
 MAX_BODY_BYTES: Final = 1 << 20
@@ -36,11 +37,26 @@ def check_environment(env: dict[str, str]) -> dict[str, str]:
 Seconds = Annotated[int, Field(ge=0, le=MAX_TIMEOUT_S, strict=True)]
 Texts = Annotated[dict[str, str], BeforeValidator(_no_null)]
 Environment = Annotated[Texts, AfterValidator(check_environment)]
+logger = logging.getLogger(__name__)
+
+NOT_GRANTED: Final = "headrace-not-granted"
+"""Header of an answer with what the request asked for and did not get."""
+
 B = TypeVar("B", bound=BaseModel)
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Egress(_Body):
+    """What a client asks of a sandbox's way out: body of PUT .../network, and `network` of a create."""
+
+    allow_out: Annotated[list[str] | None, Field(alias="allowOut")] = None
+    rules: dict[str, Any] | None = None
+    egress_proxy: Annotated[dict[str, Any] | None, Field(alias="egressProxy")] = None
+    allow_internet_access: bool | None = None
+    allow_public_traffic: Annotated[bool | None, Field(alias="allowPublicTraffic")] = None
 
 
 class AutoResume(_Body):
@@ -59,7 +75,8 @@ class NewSandbox(_Body):
     env_vars: Annotated[Environment, Field(alias="envVars")] = Field(default_factory=dict)
     auto_resume: Annotated[AutoResume | None, Field(alias="autoResume")] = None
     secure: bool | None = None
-    network: dict[str, Any] | None = None
+    network: Annotated[Egress, BeforeValidator(_no_null)] = Egress()
+    allow_internet_access: bool | None = None
     volume_mounts: Annotated[list[Any] | None, Field(alias="volumeMounts")] = None
     mcp: dict[str, Any] | None = None
     iam: dict[str, Any] | None = None
@@ -97,11 +114,16 @@ class NewSnapshot(_Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] | None = None
 
 
-class Network(_Body):
-    """Body of PUT .../network."""
-
-    allow_out: Annotated[list[str] | None, Field(alias="allowOut")] = None
-    allow_internet_access: bool | None = None
+def without_network(request: web.Request, wanted: Egress) -> dict[str, str]:
+    """Return the headers of an answer to a request for a way out, which no sandbox has: a client that wants the
+    internet, as old SDKs always do, is told that there is none. Raises ApiError for destinations that are named."""
+    for name, value in (("allowOut", wanted.allow_out), ("rules", wanted.rules), ("egressProxy", wanted.egress_proxy)):
+        if value:
+            raise unsupported(f"network.{name}: a sandbox reaches no network")
+    if not wanted.allow_internet_access:
+        return {}
+    logger.warning("%s %s: allow_internet_access: a sandbox reaches no network", request.method, request.path)
+    return {NOT_GRANTED: "allow_internet_access"}
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:

@@ -371,6 +371,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
         memory_bytes=owner.ceilings.memory_bytes,
         disk_bytes=owner.ceilings.disk_bytes,
         processes=owner.ceilings.processes,
+        cpus=owner.ceilings.cpus,
         lifetime_s=owner.ceilings.lifetime_s,
         timeout_s=chosen_s,
         started_at=time.time(),
@@ -381,7 +382,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
         env=dict(order.env_vars),
         client_key=client_key,
         request_digest=request_digest,
-        secure=bool(order.secure) or (order.network or {}).get("allowPublicTraffic") is False,
+        secure=bool(order.secure) or order.network.allow_public_traffic is False,
     )
 
 
@@ -396,5 +397,6 @@ def spec_of(row: Row) -> SandboxSpec:
         memory_bytes=row.memory_bytes,
         disk_bytes=row.disk_bytes,
         pids=row.processes,
+        cpu=row.cpus,
         guest=Guest(user=_USER, sudo=row.sudo, files=files) if row.guest else None,
     )

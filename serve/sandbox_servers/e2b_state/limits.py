@@ -23,6 +23,7 @@ class SandboxLimits:
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     processes: int | None = None
+    cpus: int | None = None
     lifetime_s: int | None = None
     """Longest time from now for which a request may keep a sandbox."""
 
@@ -32,16 +33,21 @@ class SandboxLimits:
             memory_bytes=_lower(self.memory_bytes, ceilings.memory_bytes),
             disk_bytes=_lower(self.disk_bytes, ceilings.disk_bytes),
             processes=_lower(self.processes, ceilings.processes),
+            cpus=_lower(self.cpus, ceilings.cpus),
             lifetime_s=_lower(self.lifetime_s, ceilings.lifetime_s),
         )
 
     def applied_to(self, spec: SandboxSpec, owner: str) -> SandboxSpec:
         """Return the specification with these ceilings of a key as its limits, where it has none. Raises SpecRefused
         for one that asks for more."""
-        asked = {"memory_bytes": spec.memory_bytes, "disk_bytes": spec.disk_bytes, "pids": spec.pids}
-        most = {"memory_bytes": self.memory_bytes, "disk_bytes": self.disk_bytes, "pids": self.processes}
-        for name, value in asked.items():
-            ceiling = most[name]
+        ceilings: dict[str, float | None] = {
+            "memory_bytes": self.memory_bytes,
+            "disk_bytes": self.disk_bytes,
+            "pids": self.processes,
+            "cpu": self.cpus,
+        }
+        for name, ceiling in ceilings.items():
+            value = getattr(spec, name)
             if value is not None and ceiling is not None and value > ceiling:
                 raise SpecRefused(f"{name}={value}: key {owner!r} allows at most {ceiling}; request less")
         self.check_lifetime(spec.ttl_s, owner)
@@ -50,6 +56,7 @@ class SandboxLimits:
             memory_bytes=_lower(spec.memory_bytes, self.memory_bytes),
             disk_bytes=_lower(spec.disk_bytes, self.disk_bytes),
             pids=_lower(spec.pids, self.processes),
+            cpu=self.cpus if spec.cpu is None else spec.cpu,
         )
 
     def check_lifetime(self, seconds: float, owner: str) -> None:
@@ -72,7 +79,8 @@ def parse_size(text: str, name: str) -> int:
 
 
 def parse_ceilings(text: str, where: str) -> SandboxLimits:
-    """Parse the ceilings of a key, such as `memory=2G,disk=4G,processes=256,lifetime=3600`. Raises SpecRefused."""
+    """Parse the ceilings of a key, such as `memory=2G,disk=4G,processes=256,cpus=2,lifetime=3600`. Raises
+    SpecRefused."""
     values: dict[str, int] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")
@@ -80,15 +88,17 @@ def parse_ceilings(text: str, where: str) -> SandboxLimits:
             raise SpecRefused(f"{where}: {name} is given twice")
         if name in ("memory", "disk"):
             values[name] = parse_size(value, f"{where}: {name}")
-        elif name in ("processes", "lifetime") and value.isascii() and value.isdigit() and int(value[:12]) > 0:
+        elif name in ("processes", "cpus", "lifetime") and value.isascii() and value.isdigit() and int(value[:12]) > 0:
             values[name] = int(value[:12])
         else:
             raise SpecRefused(
-                f"{where}: {pair[:40]!r}: must be memory=SIZE, disk=SIZE, processes=NUMBER or lifetime=SECONDS"
+                f"{where}: {pair[:40]!r}: must be memory=SIZE, disk=SIZE, processes=NUMBER, cpus=NUMBER or "
+                "lifetime=SECONDS"
             )
     return SandboxLimits(
         memory_bytes=values.get("memory"),
         disk_bytes=values.get("disk"),
         processes=values.get("processes"),
+        cpus=values.get("cpus"),
         lifetime_s=values.get("lifetime"),
     )

@@ -72,6 +72,7 @@ class Row:
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     processes: int | None = None
+    cpus: int | None = None
     """Limits of its key, which the provider is asked for."""
     lifetime_s: int | None = None
     """Longest time from now for which its key may keep it."""
