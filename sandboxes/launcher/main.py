@@ -19,6 +19,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Final
 
 from headrace.sandboxes.launcher.booter import Booter
@@ -28,6 +29,7 @@ from headrace.sandboxes.launcher.guest import SUDO_PATH, SUDO_SCRIPT
 from headrace.sandboxes.launcher.sandbox_record import Settings
 from headrace.sandboxes.linux import rootfs, syscalls
 from headrace.sandboxes.linux.cgroups import Cgroups
+from headrace.sandboxes.linux.seccomp import fillers
 from headrace.sandboxes.linux.syscalls import reason_of
 
 _BACKLOG: Final = 1024
@@ -82,6 +84,10 @@ def _prepare(settings: Settings, secrets: Secrets) -> ForkServer:
         syscalls.name_process(f"headrace-launcher {settings.label}")
         syscalls.become_subreaper()
         syscalls.forbid_inspection()
+        for filler in fillers():
+            # A kernel that has no filters has none inside either.
+            with suppress(OSError):
+                syscalls.filter_calls(filler)
         folders = {"layers_folder": layers_folder, "ids_folder": ids_folder}
         booter = Booter(settings, host, groups, **folders, own_pids=own_pids, single_id=single_id)
     except BaseException:

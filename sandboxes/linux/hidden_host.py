@@ -7,7 +7,8 @@ Invariants:
   empty ones: nothing there is a setting of the sandbox, and most describe the host's hardware and start.
 - The covers belong to ids outside the sandbox, which owns none of its mounts: it can neither write nor remove them.
 - A folder of the host is shown through an overlay, because the mount table names the device and the path behind a bind.
-- What the sandbox shares with its host stays visible: processors, memory, uptime and the kernel's version.
+- What the sandbox shares with its host stays visible: processors with their times, memory, uptime, and the kernel's
+  version and settings.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ _SHOWN: Final = frozenset(
         "vmstat",
     )
 )
-_COVERED_SETTINGS: Final = ("sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/kernel/random/boot_id")
+_COVERED_SETTINGS: Final = (
+    *("sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/kernel/random/boot_id"),
+    # Counters of the whole host, by which its sandboxes could tell what others do.
+    *("sys/fs/aio-nr", "sys/fs/dentry-state", "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state"),
+    "sys/kernel/pty/nr",
+)
 
 
 class Cover(NamedTuple):

@@ -66,6 +66,8 @@ async def test_neither_mounts_nor_files_in_proc_name_the_host(tmp_path: Path, im
         assert set(groups) <= {"/", "/commands", "/../commands"}
         assert set((await output(CONTENTS)).split()) <= SHOWN
         assert await output("cat /proc/loadavg") == "0.00 0.00 0.00 1/1 1\n"
+        for counter in ("fs/file-nr", "fs/inode-nr", "fs/inode-state", "fs/dentry-state", "fs/aio-nr", "kernel/pty/nr"):
+            assert await output(f"cat /proc/sys/{counter}") == ""
         boot_id = await output("cat /proc/sys/kernel/random/boot_id")
         assert boot_id != BOOT_ID
         assert len(boot_id) == 37
