@@ -220,6 +220,9 @@ class SandboxUsage:
     cpus: float | None
     oom_kills: int
     """Number of processes killed because `memory_limit_bytes` was reached."""
+    limit_kills: int = 0
+    """Times that all its commands were killed because it held more than its even share of the host's processes or open
+    files, and the host ran out of them."""
     memory_peak_bytes: int | None = None
     """Most memory used since the boot; None if the kernel does not record it."""
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.images.store import default_image_folder
-from headrace.sandboxes.linux.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
+from headrace.sandboxes.linux.host_limits import HostLimits, default_live, share
 from headrace.sandboxes.linux.stdlib_process import stdlib_command
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 
@@ -81,7 +81,8 @@ def probe() -> tuple[Guarantee, ...]:
         document = json.loads(completed.stdout)
         reasons |= {name: str(document["reasons"][name]) for name in _MEANING if name in document["reasons"]}
         memory_reason = reasons["cgroup memory"]
-        sums = _sums(HostLimits(*document["host"]), HostLimits(*document["allowed"]), memory_reason)
+        counts_processes = not reasons["cgroup pids"]
+        sums = _sums(HostLimits(*document["host"]), HostLimits(*document["allowed"]), memory_reason, counts_processes)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reasons = dict.fromkeys(_MEANING, f"the probe itself failed: {error}")
     for name, path in programs.items():
@@ -107,29 +108,34 @@ def require_namespaces() -> None:
         raise NamespacesUnavailable("; ".join(f"{guarantee.name}: {guarantee.detail}" for guarantee in missing))
 
 
-def _sums(host: HostLimits, allowed: HostLimits, no_memory_limit: str) -> list[Guarantee]:
+def _sums(host: HostLimits, allowed: HostLimits, no_memory_limit: str, counts_processes: bool) -> list[Guarantee]:
     """Compare the most that all sandboxes with the default limits can use together against the allowed total.
     `no_memory_limit` is the reason why sandboxes have no memory limit, or empty if they have one."""
     config = LocalSandboxConfig()
     sandboxes = config.max_live or default_live(allowed)
-    one = share(allowed, sandboxes, config.pids, config.open_files)
+    one = share(allowed, sandboxes, config.pids, config.open_files, counted=counts_processes)
     processes, open_files = one.of_all(sandboxes)
     unlimited = f"no limit: {no_memory_limit}" if no_memory_limit else ""
     memory = (
         f"{sandboxes} sandboxes x {_gib(config.memory_bytes or 0)} = {_gib(sandboxes * (config.memory_bytes or 0))}; "
         f"their total is limited to {_gib(allowed.memory_bytes)} of {_gib(host.memory_bytes)}"
     )
-    taken = f"{sandboxes} sandboxes x ({one.processes} + {RESERVED_PROCESSES}) = {processes} of {allowed.processes}"
-    opened = f"{processes} processes x {one.open_files} = {open_files} of {allowed.open_files}"
-    fewer = "lower sandbox.local.max_live"
+    taken = f"{one.processes} each, {sandboxes} sandboxes; all hold at most {allowed.processes}"
+    opened = f"{one.open_files} for each process, {sandboxes} sandboxes; all hold at most {allowed.open_files}"
+    guarded = ", or the largest holder above its even share ends"
     rows = (
         ("all memory", not unlimited, memory, unlimited),
-        ("all processes", processes <= allowed.processes, f"{taken} (kernel.pid_max {host.processes})", fewer),
+        (
+            "all processes",
+            counts_processes or processes <= allowed.processes,
+            f"{taken} of kernel.pid_max {host.processes}{guarded if processes > allowed.processes else ''}",
+            "lower sandbox.local.max_live",
+        ),
         (
             "all descriptors",
-            open_files <= allowed.open_files,
-            f"{opened} (fs.file-max {host.open_files})",
-            f"raise fs.file-max or {fewer}",
+            True,
+            f"{opened} of fs.file-max {host.open_files}{guarded if open_files > allowed.open_files else ''}",
+            "",
         ),
     )
     return [

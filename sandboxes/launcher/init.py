@@ -161,6 +161,12 @@ def _build(plan: Plan, channel: Channel) -> None:
         add_guest(plan.guest, shows_host=plan.root.image.shows_host, single_id=plan.root.single_id)
 
 
+def _kill_all() -> None:
+    # kill(2): a signal to -1 spares the caller, and no concurrent fork escapes it.
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+
+
 class _Init:
     """Event loop of process 1: a control socket, a wake-up pipe, and the running commands by pid."""
 
@@ -218,6 +224,8 @@ class _Init:
                 case "paused":
                     for running in self._running.values():
                         running.deadline += float(message["seconds"])
+                case "end_commands":
+                    _kill_all()
                 case "socket":
                     # It stays in this network wherever it is connected from.
                     self._give_socket(message, socket.AF_INET6 if message["ipv6"] is True else socket.AF_INET, None)
@@ -326,9 +334,7 @@ class _Init:
 
     def _kill(self, pid: int) -> None:
         if not processes.kill_tree(pid, strays=len(self._running) == 1):
-            # kill(2): a signal to -1 spares the caller, and no concurrent fork escapes it.
-            with suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
+            _kill_all()
 
     def _reap(self) -> None:
         with suppress(BlockingIOError):

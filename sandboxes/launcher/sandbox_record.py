@@ -131,6 +131,7 @@ class SandboxRecord:
         self.state = "booting"
         self.limits: dict[str, float | None] = {}
         self.paused_at: float | None = None
+        self.limit_kills = 0
         self.paused_s = 0.0
         """Total length of earlier pauses."""
         self.pid = 0

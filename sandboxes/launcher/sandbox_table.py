@@ -20,6 +20,7 @@ from contextlib import suppress
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
+from headrace.sandboxes.launcher.host_guard import HostGuard
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sudo import lend_descriptors
@@ -31,11 +32,14 @@ from headrace.sandboxes.linux.id_blocks import IDS_PER_SANDBOX
 class SandboxTable:
     """Sandboxes by id, idempotency key and pid, and the operations that create or end them."""
 
-    def __init__(self, settings: Settings, secrets: Secrets, booter: Booter, connections: Connections) -> None:
+    def __init__(
+        self, settings: Settings, secrets: Secrets, booter: Booter, connections: Connections, guard: HostGuard
+    ) -> None:
         self._settings = settings
         self._secrets = secrets
         self._booter = booter
         self._connections = connections
+        self._guard = guard
         self._sandboxes: dict[str, SandboxRecord] = {}
         self._by_key: dict[str, str] = {}
         self._by_pid: dict[int, str] = {}
@@ -87,6 +91,8 @@ class SandboxTable:
         if live >= self._booter.max_live:
             text = f"{live} sandboxes are running: raise max_live (each sandbox then gets a smaller share)"
             raise RequestRefused("CapacityExceeded", text)
+        if self._guard.full:
+            raise RequestRefused("CapacityExceeded", self._guard.full)
         mounts = requests.mounts_of(message)
         sandbox = SandboxRecord(key=key, ttl_s=requests.lease_s(message["ttl_s"]), labels=requests.labels_of(message))
         sandbox.host_network = message.get("host_network") is True
@@ -208,6 +214,15 @@ class SandboxTable:
                 text = f"the sandbox was not ready within {self._settings.boot_timeout_s} s: raise boot_timeout_s"
                 sandbox.failure = ("BootTimeout", text)
             self._end(sandbox, keep_layer=False)
+
+    def guard(self) -> None:
+        """End the commands of the sandbox that holds too much of the host, as the kernel does when memory is out."""
+        # The first process of a paused one cannot end anything, and nothing in it takes more.
+        active = [sandbox for sandbox in self if sandbox.state == "running" and sandbox.paused_at is None]
+        found = self._guard.look(active)
+        if found is not None and found.control is not None:
+            found.limit_kills += 1
+            self._connections.send(found.control, {"op": "end_commands"})
 
     def _end(self, sandbox: SandboxRecord, *, keep_layer: bool) -> None:
         """Begin ending a sandbox; `reap` completes it."""

@@ -366,13 +366,21 @@ class Cgroups:
                 peak = ("memory.max_usage_in_bytes", "memory.peak")[memory.version - 1]
                 found["memory_peak_bytes"] = int(memory.read(f"{group}/{peak}"))
         if pids is not None:
-            found["processes"] = int(pids.read(f"{group}/pids.current"))
+            found["processes"] = self.processes(group)
         if cpu is not None and cpu.version == 2:
             rows = dict(line.split() for line in cpu.read(f"{group}/cpu.stat").splitlines())
             found["cpu_s"] = int(rows["usage_usec"]) / 1e6
         elif cpuacct is not None and cpuacct.version == 1:
             found["cpu_s"] = int(cpuacct.read(f"{group}/cpuacct.usage")) / 1e9
         return found
+
+    def processes(self, group: str = ".") -> int:
+        """Return the number of processes in a sandbox's group, or in those of all sandboxes; 0 if nothing counts
+        them."""
+        pids = self._by_controller.get("pids")
+        with suppress(FileNotFoundError):
+            return 0 if pids is None else int(pids.read(f"{group}/pids.current"))
+        return 0
 
     def remove(self, group: str) -> None:
         """Remove the groups of a dead sandbox; a group that is still busy is removed with the launcher's."""

@@ -5,9 +5,9 @@
 Invariants:
 - All sandboxes together get less than the host has, and less than any group around the launcher allows. Whatever agents
   do, something is left for other programs.
-- No kernel limit bounds the open files of several processes together; the only bound is the number of sandboxes times
-  the processes in each times the descriptors of each process. The defaults are chosen so that this product fits.
-  Configured values are used unchanged; `Share.fits` reports whether the sums fit.
+- Shares are oversold: no kernel limit bounds the open files of several processes together, and the number of sandboxes
+  times the processes in each times the descriptors of each process is far more than ever is held. `Share.fits` tells
+  whether the guard of the launcher has something to look at.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ RESERVED_PROCESSES: Final = 33
 """Processes in a sandbox's group besides its commands: the first process, and those that handle files and start
 commands."""
 MOST_LIVE: Final = 64
-MOST_PROCESSES: Final = 512
-MOST_OPEN_FILES: Final = 4096
+DEFAULT_PROCESSES: Final = 512
+DEFAULT_OPEN_FILES: Final = 4096
 _LEAST_PROCESSES: Final = 64
 _LEAST_OPEN_FILES: Final = 64
-_MODEST_OPEN_FILES: Final = 128
-"""If not everything fits, the number of processes is reduced first, down to its minimum, until each process has this
-many descriptors."""
 
 
 class HostLimits(NamedTuple):
@@ -97,21 +94,15 @@ def default_live(allowed: HostLimits) -> int:
     return max(1, min(MOST_LIVE, fit))
 
 
-def share(allowed: HostLimits, sandboxes: int, processes: int | None, open_files: int | None) -> Share:
-    """Return each sandbox's share when there are `sandboxes` of them. None for `processes` or `open_files` means as
-    many as fit, up to the number that any program is likely to need."""
-    files_each = allowed.open_files // sandboxes
-    if processes is None:
-        room = allowed.processes // sandboxes
-        if open_files is not None:
-            room = min(room, files_each // open_files)
-        elif files_each < room * _MODEST_OPEN_FILES:
-            room = files_each // _MODEST_OPEN_FILES
-        processes = max(_LEAST_PROCESSES, min(MOST_PROCESSES, room - RESERVED_PROCESSES))
-    if open_files is None:
-        room = files_each // (processes + RESERVED_PROCESSES)
-        open_files = max(_LEAST_OPEN_FILES, min(MOST_OPEN_FILES, room))
-    return Share(processes, open_files)
+def share(
+    allowed: HostLimits, sandboxes: int, processes: int | None, open_files: int | None, *, counted: bool
+) -> Share:
+    """Return each sandbox's share. None for `processes` or `open_files` means as many as any program is likely to need;
+    `launcher.host_guard` sees to the sum. Where no control group counts processes, nobody could: then it is what fits
+    this number of sandboxes."""
+    most = allowed.processes if counted else allowed.processes // sandboxes
+    fit = max(_LEAST_PROCESSES, most - RESERVED_PROCESSES)
+    return Share(processes or min(DEFAULT_PROCESSES, fit), open_files or DEFAULT_OPEN_FILES)
 
 
 def _number(path: str) -> int:

@@ -53,10 +53,9 @@ class LocalSandboxConfig(BaseModel):
     max_sandboxes: int = Field(default=512, ge=1, le=16_000)
     """Maximum number of live and frozen sandboxes; beyond it, create raises CapacityExceeded."""
     max_live: int | None = Field(default=None, ge=1, le=16_000)
-    """Maximum number of sandboxes booting or running; beyond it, create raises CapacityExceeded. If `pids` and
-    `open_files` are not set, the host's processes and descriptors are divided among this many sandboxes. None means 64,
-    or fewer on a small host; in a run, it means 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that
-    are ending."""
+    """Maximum number of sandboxes booting or running; beyond it, create raises CapacityExceeded. None means 64, or
+    fewer on a small host; in a run, it means 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that are
+    ending."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of a sandbox's file layer if its spec has no `disk_bytes`; further writes fail with ENOSPC."""
     layers_in: Path | None = None
@@ -70,11 +69,12 @@ class LocalSandboxConfig(BaseModel):
     cpus: float | None = Field(default=None, gt=0)
     """Processors per sandbox if its spec has no `cpu`; None for a fair share."""
     pids: int | None = Field(default=None, ge=8)
-    """Maximum number of processes per user in a sandbox if its spec has no `pids`. None means as many as fit within
-    kernel.pid_max and fs.file-max in all `max_live` sandboxes, from 64 to 512 (headrace doctor shows the sums)."""
+    """Maximum number of processes per user in a sandbox if its spec has no `pids`. None means 512, or where no control
+    group counts them as many as fit in all `max_live` sandboxes. When all sandboxes together hold seven eighths of what
+    this host allows them (headrace doctor), the commands of the largest holder above its even share are killed."""
     open_files: int | None = Field(default=None, ge=64)
-    """Maximum number of descriptors per process in a sandbox. None means as many as fit within fs.file-max in all
-    processes of all `max_live` sandboxes, from 64 to 4096."""
+    """Maximum number of descriptors per process in a sandbox. None means 4096. When three quarters of fs.file-max are
+    open on this host, the commands of the sandbox that holds most, and more than its even share, are killed."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)

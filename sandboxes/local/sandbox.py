@@ -244,6 +244,7 @@ class LocalSandbox(Sandbox):
                 processes=state["processes"],
                 cpus=state["limits"]["cpus"],
                 oom_kills=state["oom_kills"],
+                limit_kills=state["limit_kills"],
                 memory_peak_bytes=state.get("memory_peak_bytes"),
             )
         except KeyError as error:

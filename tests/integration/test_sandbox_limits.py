@@ -39,13 +39,6 @@ async def provider() -> AsyncIterator[LocalProvider]:
         yield provider
 
 
-@pytest.fixture
-async def ample() -> AsyncIterator[LocalProvider]:
-    """Provider whose sandboxes have enough descriptors for any test, whatever the host's default share is."""
-    async with LocalProvider(LocalSandboxConfig(open_files=4096)) as provider:
-        yield provider
-
-
 def group_folders(launcher_pid: int, pattern: str = "headrace-*-{}-*/*/") -> list[Path]:
     mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     own = [Path(mount.folder) for mount in mounts]
@@ -109,9 +102,9 @@ for (1 .. 1500) {
 
 
 @pytest.mark.timeout(400)
-async def test_a_small_process_that_exhausts_kernel_memory_does_not_kill_the_sandbox(ample: LocalProvider) -> None:
+async def test_a_small_process_that_exhausts_kernel_memory_does_not_kill_the_sandbox(provider: LocalProvider) -> None:
     """Data in sockets does not make a process large, so that the kernel would kill the sandbox's first process."""
-    sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
+    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
     hoard = await sandbox.exec("perl -", stdin=HOARD.encode(), user="agent", timeout_s=300)
     assert hoard.exit_code == 128 + signal.SIGKILL
     assert (await sandbox.exec("echo fine", timeout_s=30)).stdout == b"fine\n"
@@ -135,10 +128,10 @@ print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
 """
 
 
-async def test_socket_buffer_memory_is_limited(ample: LocalProvider) -> None:
+async def test_socket_buffer_memory_is_limited(provider: LocalProvider) -> None:
     """The memory for sockets is shared by the whole host. Version 1 drops datagrams above the limit; version 2 counts
     them as memory of the group, and kills the process."""
-    sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
+    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
     result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)
     if MEMORY_IS_VERSION_2:
         assert result.exit_code == 128 + signal.SIGKILL, result
@@ -305,13 +298,9 @@ async def test_all_sandboxes_together_stay_below_the_hosts_resources(provider: L
     assert found["pids.max"] < host.processes
 
 
-async def test_default_descriptor_and_process_limits_of_all_slots_fit_the_host(sandbox: Sandbox) -> None:
-    host = host_limits.read_host()
+async def test_a_command_gets_the_descriptors_and_processes_that_programs_need(sandbox: Sandbox) -> None:
     told = await sandbox.exec("ulimit -n; ulimit -u", timeout_s=30)
-    open_files, processes = (int(line) for line in told.stdout.split())
-    live = host_limits.default_live(host_limits.allowed_to_sandboxes(host, None, None))
-    assert live * processes <= host.processes
-    assert live * processes * open_files <= host.open_files
+    assert told.stdout.split() == [b"4096", b"512"]
 
 
 async def test_at_most_max_live_sandboxes_run_at_once() -> None:
