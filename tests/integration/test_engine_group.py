@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines import push_spans
+from headrace.actors.engines import push_spans, pusher
 from headrace.actors.engines.fleet import Fleet, attached_id
 from headrace.actors.engines.host import ServerPlan
 from headrace.actors.engines.members_file import read_roster
@@ -411,6 +411,29 @@ async def test_operators_add_and_remove_engines_through_the_run_directory(models
         assert not list(requests.iterdir())
         told = {engine.engine_id: engine for engine in read_roster(tmp_path / "engines" / "members.json").engines}
         assert told[added].state is EngineState.GONE
+
+
+async def test_the_members_file_is_written_only_when_the_roster_has_changed(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writing makes a new file and waits for the disk. Loads alone are written now and then."""
+    monkeypatch.setattr(pusher, "LOADS_S", 1e9)
+    members = tmp_path / "engines" / "members.json"
+    async with (
+        kit.servers(models[0], tmp_path, "a", "b") as servers,
+        kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url]) as rig,
+    ):
+        publisher = rig.group._publisher
+        assert publisher is not None
+        await publisher.publish()
+        written = members.stat().st_ino, members.stat().st_mtime_ns
+        for _ in range(5):
+            await publisher.publish()
+        assert (members.stat().st_ino, members.stat().st_mtime_ns) == written
+        await rig.group.add(servers["b"].url)
+        await publisher.publish()
+        assert (members.stat().st_ino, members.stat().st_mtime_ns) != written
+        assert len(read_roster(members).engines) == 2
 
 
 async def test_two_engines_at_one_address_are_refused(models: list[Path], tmp_path: Path) -> None:

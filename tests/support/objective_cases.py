@@ -44,8 +44,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"objective": "cispo"},
     "cispo with an upper bound only": {"objective": "cispo", "correction": "none", "eps_low": 1.0, "eps_high": 0.1},
     "cispo as published": {
-        **{"objective": "cispo", "correction": "none", "loss_weight": "token"},
-        **{"eps_low": 1.0, "eps_high": 0.28},
+        "objective": "cispo",
+        "correction": "none",
+        "loss_weight": "token",
+        "eps_low": 1.0,
+        "eps_high": 0.28,
     },
     "cispo with IcePop": {"objective": "cispo", "correction": "icepop"},
     "REINFORCE with weights": {"objective": "reinforce", "correction": "weights", "weight_cap": 1.4},
