@@ -57,7 +57,7 @@ class Booter:
         self._settings = settings
         self.max_live = settings.max_live or default_live(groups.allowed)
         counted = "pids" not in groups.missing
-        self.share = share(groups.allowed, self.max_live, settings.processes, settings.open_files, counted=counted)
+        self._share = share(groups.allowed, self.max_live, settings.processes, settings.open_files, counted=counted)
         self._host = host
         self._layers_folder = layers_folder
         self._own_pids = own_pids
@@ -159,14 +159,14 @@ class Booter:
             shared_bytes = min(shared_bytes, groups.memory_bytes // 8)
         if groups.memory_bytes is not None and self._layers_folder < 0:
             layer_bytes = min(layer_bytes, groups.memory_bytes * 7 // 8 - shared_bytes)
-        return Limits(self._processes(message), self.share.open_files, layer_bytes, shared_bytes, self.single_id)
+        return Limits(self._processes(message), self._share.open_files, layer_bytes, shared_bytes, self.single_id)
 
     def _processes(self, message: Message) -> int:
         asked = requests.limit("pids", message["pids"])
         if asked is not None:
             most = self.groups.allowed.processes - RESERVED_PROCESSES - 1
             _check_ceiling("pids", asked, most, f"{_TOTAL} (kernel.pid_max)")
-        return int(asked or self.share.processes)
+        return int(asked or self._share.processes)
 
     def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits, guest: Guest | None) -> Channel:
         """Make the layer, fork the first process, and return the channel to it."""

@@ -42,7 +42,7 @@ class ForkServer:
         self._groups = booter.groups
         self._images = booter.images
         self._connections = Connections(listener, self._on_message, self._on_client_gone)
-        self._guard = HostGuard(booter.groups, booter.share, booter.max_live)
+        self._guard = HostGuard(booter.groups)
         self._sandboxes = SandboxTable(settings, secrets, booter, self._connections, self._guard)
         self._commands = CommandRequests(self._connections)
         self._idle_deadline: float | None = None

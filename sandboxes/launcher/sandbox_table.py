@@ -217,9 +217,7 @@ class SandboxTable:
 
     def guard(self) -> None:
         """End the commands of the sandbox that holds too much of the host, as the kernel does when memory is out."""
-        # The first process of a paused one cannot end anything, and nothing in it takes more.
-        active = [sandbox for sandbox in self if sandbox.state == "running" and sandbox.paused_at is None]
-        found = self._guard.look(active)
+        found = self._guard.look([sandbox for sandbox in self if sandbox.state == "running"])
         if found is not None and found.control is not None:
             found.limit_kills += 1
             self._connections.send(found.control, {"op": "end_commands"})

@@ -382,6 +382,20 @@ class Cgroups:
             return 0 if pids is None else int(pids.read(f"{group}/pids.current"))
         return 0
 
+    def kernel_memory(self, group: str) -> tuple[int, list[int]]:
+        """Return the bytes that the kernel holds for a sandbox's commands, and their process ids; nothing if there is
+        no controller of memory, which counts them. Raises OSError."""
+        memory = self._by_controller.get("memory")
+        if memory is None:
+            return 0, []
+        commands = f"{group}/{_COMMANDS}"
+        processes = [int(line) for line in memory.read(f"{commands}/cgroup.procs").split()]
+        if memory.version == 1:
+            return int(memory.read(f"{commands}/memory.kmem.usage_in_bytes")), processes
+        rows = dict(line.split() for line in memory.read(f"{commands}/memory.stat").splitlines())
+        kinds = ("slab_unreclaimable", "kernel_stack", "pagetables")
+        return sum(int(rows.get(kind, 0)) for kind in kinds), processes
+
     def remove(self, group: str) -> None:
         """Remove the groups of a dead sandbox; a group that is still busy is removed with the launcher's."""
         for hierarchy in self._hierarchies:

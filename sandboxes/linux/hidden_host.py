@@ -41,7 +41,7 @@ _COVERED_SETTINGS: Final = (
     *("sys/kernel/core_pattern", "sys/kernel/modprobe", "sys/kernel/random/boot_id"),
     # Counters of the whole host, by which its sandboxes could tell what others do.
     *("sys/fs/aio-nr", "sys/fs/dentry-state", "sys/fs/file-nr", "sys/fs/inode-nr", "sys/fs/inode-state"),
-    "sys/kernel/pty/nr",
+    *("sys/fs/quota", "sys/kernel/pty/nr"),
 )
 
 

@@ -6,8 +6,8 @@ Invariants:
 - All sandboxes together get less than the host has, and less than any group around the launcher allows. Whatever agents
   do, something is left for other programs.
 - Shares are oversold: no kernel limit bounds the open files of several processes together, and the number of sandboxes
-  times the processes in each times the descriptors of each process is far more than ever is held. `Share.fits` tells
-  whether the guard of the launcher has something to look at.
+  times the processes in each times the descriptors of each process is far more than ever is held. The guard of the
+  launcher (`launcher.host_guard`) sees to the sum.
 """
 
 from __future__ import annotations
@@ -44,11 +44,6 @@ class Share(NamedTuple):
         """Return the maximum numbers of processes and of descriptors that this many sandboxes can hold."""
         processes = sandboxes * (self.processes + RESERVED_PROCESSES)
         return processes, processes * self.open_files
-
-    def fits(self, sandboxes: int, allowed: HostLimits) -> bool:
-        """Return True if this many sandboxes together stay within `allowed`."""
-        processes, open_files = self.of_all(sandboxes)
-        return processes <= allowed.processes and open_files <= allowed.open_files
 
 
 def read_host() -> HostLimits:

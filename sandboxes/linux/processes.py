@@ -27,18 +27,24 @@ _DEATHS_S: Final = 1.0
 
 
 class ProcessEntry(NamedTuple):
-    """Parent, state and start time of a process."""
+    """Parent, state, threads and start time of a process."""
 
     parent: int
     state: str
+    threads: int
     started: int
     """Start time in clock ticks since boot."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False once all threads have ended; the first alone may be a zombie."""
+        return self.state not in "ZX" or self.threads > 1
 
 
 def parse_stat(text: str) -> ProcessEntry:
     """Parse a line of /proc/<pid>/stat, whose second field is free text in parentheses (proc(5))."""
     fields = text.rpartition(")")[2].split()
-    return ProcessEntry(parent=int(fields[1]), state=fields[0], started=int(fields[19]))
+    return ProcessEntry(parent=int(fields[1]), state=fields[0], threads=int(fields[17]), started=int(fields[19]))
 
 
 def read_processes() -> dict[int, ProcessEntry]:
@@ -72,7 +78,7 @@ def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> 
         if pid not in found:
             found.add(pid)
             waiting.extend(children.get(pid, ()))
-    return {pid for pid in found if entries[pid].state not in "ZX"}
+    return {pid for pid in found if entries[pid].is_alive}
 
 
 def kill_tree(root: int, *, strays: bool) -> bool:

@@ -231,6 +231,14 @@ time.sleep(1000)
     await output(sandbox, "while pgrep python3; do :; done")
 
 
+async def test_a_timeout_kills_a_command_whose_first_thread_has_ended(sandbox: Sandbox) -> None:
+    """It looks like a zombie, which needs no killing."""
+    script = "import ctypes, threading as t; t.Thread(target=t.Event().wait).start(); ctypes.CDLL(None).pthread_exit(0)"
+    with pytest.raises(ExecTimeout):
+        await run(sandbox, f"exec python3 -c '{script}'", timeout_s=1.0)
+    assert await output(sandbox, "pgrep -c python3; true") == "0"
+
+
 @pytest.mark.parametrize(("limit", "value"), [("NOFILE", 0), ("AS", 1), ("NPROC", 0), ("CPU", 1)])
 async def test_root_in_the_sandbox_cannot_limit_the_first_process(sandbox: Sandbox, limit: str, value: int) -> None:
     """Each of these attempts would end the sandbox, or all later commands, as if the host had failed."""

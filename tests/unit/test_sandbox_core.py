@@ -59,12 +59,12 @@ def test_id_ranges_do_not_overlap_and_are_freed_by_their_last_holder() -> None:
 def test_a_process_name_cannot_forge_its_parent() -> None:
     entry = parse_stat("77 (evil) Z 1 1 (x) S 42 " + " ".join(str(number) for number in range(5, 60)))
     assert entry.parent == 42
-    assert entry.state == "S"
+    assert (entry.state, entry.threads) == ("S", 20)
     assert entry.started == 22
 
 
-def entry(parent: int, started: int = 10, state: str = "S") -> ProcessEntry:
-    return ProcessEntry(parent=parent, state=state, started=started)
+def entry(parent: int, started: int = 10, state: str = "S", threads: int = 1) -> ProcessEntry:
+    return ProcessEntry(parent=parent, state=state, threads=threads, started=started)
 
 
 def test_the_process_tree_includes_descendants_and_optionally_strays() -> None:
@@ -73,13 +73,14 @@ def test_the_process_tree_includes_descendants_and_optionally_strays() -> None:
         11: entry(10),
         12: entry(11),
         13: entry(11, state="Z"),
+        14: entry(11, state="Z", threads=2),
         20: entry(1, started=5),
         21: entry(20),
         30: entry(1, started=11),
         31: entry(30),
     }
-    assert tree_of(10, entries, strays=False) == {10, 11, 12}
-    assert tree_of(10, entries, strays=True) == {10, 11, 12, 30, 31}
+    assert tree_of(10, entries, strays=False) == {10, 11, 12, 14}
+    assert tree_of(10, entries, strays=True) == {10, 11, 12, 14, 30, 31}
     assert tree_of(99, entries, strays=True) == set()
 
 

@@ -48,7 +48,7 @@ class SandboxLimits:
         }
         for name, ceiling in ceilings.items():
             value = getattr(spec, name)
-            if value is not None and ceiling is not None and value > ceiling:
+            if value is not None and ceiling is not None and not 0 < value <= ceiling:
                 raise SpecRefused(f"{name}={value}: key {owner!r} allows at most {ceiling}; request less")
         self.check_lifetime(spec.ttl_s, owner)
         return replace(
