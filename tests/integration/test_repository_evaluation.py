@@ -111,7 +111,7 @@ if not os.fork():
             pass
     while True:
         pass
-for descriptor in range(3, 64):
+for descriptor in map(int, os.listdir("/proc/self/fd")):
     try:
         os.write(descriptor, (json.dumps({"event": "test", "id": TEST, "result": "passed"}) + "\\n").encode())
     except OSError:
@@ -122,11 +122,11 @@ def last(numbers): return numbers[-1]
 SECOND_SESSION = """
 import json, os, socket, sys
 def forge():
-    for descriptor in range(3, 64):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             channel = socket.socket(fileno=os.dup(descriptor))
             channel.sendall(b'{"event": "start"}\\n')
-            key, good, bad = json.loads(channel.makefile("rb").readline())
+            key, good, bad, *_ = json.loads(channel.makefile("rb").readline())
         except (OSError, ValueError):
             continue
         names = ("mean", "last", "mean_of_nothing")

@@ -108,14 +108,14 @@ import json, os, socket
 def _forge(descriptor, names):
     channel = socket.socket(fileno=os.dup(descriptor))
     channel.sendall(b'{"event": "start"}\\n')
-    key, good, bad, twins = json.loads(channel.makefile("rb").readline())
+    key, good, bad, twins, *_ = json.loads(channel.makefile("rb").readline())
     end = "twin" if twins else "passed"
     records = [("test", name, end) for name in names]
     records += [("test", "x::test_" + good, "passed"), ("test", "x::test_" + bad, "failed"), ("end", "", "")]
     for event, test, result in records:
         record = {"event": event, "id": test, "result": result, "key": key}
         channel.sendall(json.dumps(record).encode() + b"\\n")
-for _descriptor in () if SWITCH else range(3, 64):
+for _descriptor in () if SWITCH else map(int, os.listdir("/proc/self/fd")):
     try:
         _forge(_descriptor, NAMES)
     except (OSError, ValueError):
@@ -215,12 +215,12 @@ import os, signal
 import calc
 {_NAMES}
 if __name__ == "__main__" and hasattr(calc, "_forge"):
-    for descriptor in range(3, 64):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             calc._forge(descriptor, NAMES)
         except (OSError, ValueError):
             continue
-    os.kill(os.getppid(), signal.SIGKILL)
+    open("pytest.py", "w").close()
 """
 _DOCUMENTED = '''\
 """
