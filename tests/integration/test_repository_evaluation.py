@@ -191,6 +191,30 @@ async def test_tests_that_hang_because_of_the_patch_are_blamed_on_the_patch(prov
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
+WAITING = """
+
+def test_mean_of_nothing():
+    while True:
+        try:
+            assert mean([]) == 0.0
+        except ZeroDivisionError:
+            continue
+        return
+"""
+
+
+async def test_a_hang_that_the_patch_should_mend_is_a_failure_where_it_is_left(provider: LocalProvider) -> None:
+    """The untouched repository hangs in the same test, which says nothing about the host."""
+    hidden = {
+        f"{REPO}/tests/test_calc.py": HIDDEN_TESTS[: HIDDEN_TESTS.index("\n\ndef test_mean_of_nothing")] + WAITING
+    }
+    task = repository_task(hidden_files=hidden, timeout_s=10.0)
+    assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
+    verdict = await verdict_on(provider, task, "echo >> calc.py")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
+    assert verdict.detail.startswith("the tests exceeded timeout_s=10 where those of the untouched repository do")
+
+
 HOSTILE_GIT = """
 run=/workspace/run; printf '#!/bin/sh\\nexit 1\\n' > $run; chmod 755 $run
 for key in core.fsmonitor diff.external core.pager filter.evil.clean filter.evil.smudge diff.evil.textconv; do

@@ -47,6 +47,8 @@ class Report:
     """What a test with parameters is called with (see `in_sandbox.canary_plugin`)."""
     sessions: int = 0
     """Number of sessions that started."""
+    cut: bool = False
+    """True if the tests were stopped at the timeout."""
 
     @property
     def skipped(self) -> frozenset[str]:
@@ -163,7 +165,9 @@ def merge_sessions(sessions: Sequence[Session]) -> Report:
         uncollected=uncollected,
         parameters=parameters,
         sessions=len(sessions),
-        **{event: frozenset(ids) for event, ids in found.items()},
+        named=frozenset(found["named"]),
+        collected=frozenset(found["collected"]),
+        untwinned=frozenset(found["untwinned"]),
     )
 
 

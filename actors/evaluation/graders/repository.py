@@ -134,6 +134,8 @@ class _Grading:
         outcome, self.dropped = await _run(self.task, self.left, self.sandboxes)
         if not isinstance(outcome, TestRun):
             return outcome
+        if outcome.cut:
+            return await self._judge_cut(outcome)
         self.parameters = merge_sessions(outcome.sessions).parameters
         grader = _repository_of(self.task).grader
         if isinstance(grader, Swepro):
@@ -163,6 +165,15 @@ class _Grading:
             if always_twins:
                 await self._twins()
         return replace(verdict, log=printed(outcome.stdout, outcome.stderr))
+
+    async def _judge_cut(self, run: TestRun) -> Verdict:
+        """Judge tests that were stopped at the timeout. The untouched repository may hang too, where that is what a
+        patch should mend: then the same place is a failure, and another one may be a slow host's."""
+        timeout = f"timeout_s={self.task.evaluator.timeout_s:g}"
+        untouched = await self._untouched()
+        if untouched.cut and merge_sessions(run.sessions).results.keys() == untouched.results.keys():
+            return failed(f"the tests exceeded {timeout} where those of the untouched repository do")
+        raise RunBroken(f"the tests exceeded {timeout}")
 
     async def _judge_logs(self, grader: Swepro, run: TestRun) -> _Passed | Verdict:
         """Judge with the task's log parser. If the script runs pytest in the untouched repository, it must do so here,
@@ -247,6 +258,8 @@ class _Grading:
         outcome, _ = await _run(self.task, self.left, self.sandboxes, twins=True)
         if not isinstance(outcome, TestRun):
             raise RunBroken(f"the patch applied to the first copy but not to the second: {outcome.detail}")
+        if outcome.cut:
+            raise RunBroken(f"the twins of the tests exceeded timeout_s={self.task.evaluator.timeout_s:g}")
         return _report_of(outcome)
 
     async def _untouched(self) -> Report:
@@ -256,12 +269,14 @@ class _Grading:
 async def _measure_untouched(task: Task, sandboxes: CleanSandboxes) -> Report:
     """Run the twins of the tests without a patch. If they terminate or block the session (which the patch may fix), the
     report has the results so far. Raises RunBroken, SandboxError."""
-    outcome, _ = await _run(task, LeftDiff(), sandboxes, twins=True, cut=True)
-    return merge_sessions(outcome.sessions if isinstance(outcome, TestRun) else ())
+    outcome, _ = await _run(task, LeftDiff(), sandboxes, twins=True)
+    if not isinstance(outcome, TestRun):
+        return merge_sessions(())
+    return replace(merge_sessions(outcome.sessions), cut=outcome.cut)
 
 
 async def _run(
-    task: Task, left: LeftDiff, sandboxes: CleanSandboxes, *, twins: bool = False, cut: bool = False
+    task: Task, left: LeftDiff, sandboxes: CleanSandboxes, *, twins: bool = False
 ) -> tuple[Verdict | TestRun, tuple[Dropped, ...]]:
     """Apply a diff and run the tests (or their twins) in a clean sandbox. Return the dropped changes together with the
     test run, or with a verdict if one is reached before the tests run. Raises DiffRefused, RunBroken, SandboxError."""
@@ -312,7 +327,7 @@ async def _run(
             if compared.cause is not Cause.SOLVED:
                 return compared, filtered.dropped
         run = await run_tests(
-            sandbox, repository, tests | support, timeout_s, uncollected=filtered.uncollected, twins=twins, cut=cut
+            sandbox, repository, tests | support, timeout_s, uncollected=filtered.uncollected, twins=twins
         )
         return run, filtered.dropped
 

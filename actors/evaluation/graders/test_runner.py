@@ -54,6 +54,8 @@ class TestRun:
     sessions: tuple[Session, ...]
     intruded: bool = False
     """True if the code under test tried to start a session of its own."""
+    cut: bool = False
+    """True if the tests were stopped at the timeout; the sessions have the results so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,9 @@ async def run_tests(
     *,
     uncollected: Iterable[str] = (),
     twins: bool = False,
-    cut: bool = False,
 ) -> TestRun:
     """Run the grader's tests, or their twins. `protected` lists repository paths that the user running the tests must
-    not be able to change, `uncollected` those that look like tests and are none. With `cut`, tests are stopped at the
-    timeout and the results so far are returned.
+    not be able to change, `uncollected` those that look like tests and are none. Tests are stopped at the timeout.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
     tools = _Tools()
@@ -94,7 +94,7 @@ async def run_tests(
         "environment": environment,
         "uncollected": [f"{repository.workdir}/{path}" for path in sorted(uncollected)],
         "twins": twins,
-        "deadline_s": timeout_s if cut else None,
+        "deadline_s": timeout_s,
         "max_log_bytes": MAX_LOG_BYTES,
         "max_report_bytes": MAX_REPORT_BYTES,
     }
@@ -103,7 +103,7 @@ async def run_tests(
     result = await sandbox.exec(
         program_command(repository.python, "monitor", f"{tools.folder}/settings"),
         cwd="/",
-        timeout_s=timeout_s + _CUT_S * cut,
+        timeout_s=timeout_s + _CUT_S,
         max_output_bytes=6 * (2 * MAX_LOG_BYTES + MAX_REPORT_BYTES),
     )
     if result.exit_code == NO_USER:

@@ -189,9 +189,11 @@ def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
         os.close(write_end)
     drains = [Drain(pipe[0], given["max_log_bytes"]) for pipe in pipes]
     sessions = Sessions(ours, given, process.pid)
+    cut = False
     try:
         code = process.wait(given["deadline_s"])
     except subprocess.TimeoutExpired:
+        cut = True
         process.kill()
         code = process.wait()
     end_all(owner)
@@ -204,6 +206,7 @@ def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
         "stderr": stderr,
         "sessions": list(sessions.sessions.values()),
         "intruded": sessions.intruded,
+        "cut": cut,
     }
 
 

@@ -1,9 +1,9 @@
 """The releases bench: strangers' repositories, graded as pytest alone decides.
 
 Two adjacent releases of a project on PyPI make a pair: the repository is the older one with the tests of the newer, the
-gold patch is the difference in all other files, and the required tests are those that pass in the newer one. The
-grader's verdict on each variant of the patch is compared with a run of plain pytest on the host, without sandbox,
-plugin or twin.
+gold patch is the difference in all other files that are text, and the required tests are those that pass in the newer
+one. The grader's verdict on each variant of the patch is compared with a run of plain pytest on the host, without
+sandbox, plugin or twin.
 
 Invariants:
 - Archives and packages come from PyPI through pip, and lie in the state folder only.
@@ -160,12 +160,17 @@ def serves_tests(path: str) -> bool:
     return is_test(path, frozenset()) or path.rsplit("/", 1)[-1] in ("conftest.py", "pytest.ini", "tox.ini")
 
 
+def is_given(name: str, path: Path) -> bool:
+    """Whether a file comes with the task: tests, and files that are not text, which no patch of a row can have."""
+    return serves_tests(name) or b"\0" in path.read_bytes()[:8000]
+
+
 def lay(target: Path, code: Path, tests: Path) -> None:
     """Write a repository with the code of one release and the tests of another."""
     shutil.rmtree(target, ignore_errors=True)
     for tree, wants_tests in ((code, False), (tests, True)):
         for name, path in files_of(tree).items():
-            if serves_tests(name) is wants_tests:
+            if is_given(name, path) is wants_tests:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target / name)
 
@@ -235,8 +240,8 @@ def pair_of(name: str, before: str, after: str, needs: list[str], state: Path) -
 
 def variants(pair: ReleasePair, tree: Path) -> Iterator[str]:
     """Write each variant of the gold patch into the tree of an agent, and yield its name."""
-    new = {name: path for name, path in files_of(pair.after).items() if not serves_tests(name)}
-    old = {name: path for name, path in files_of(pair.before).items() if not serves_tests(name)}
+    new = {name: path for name, path in files_of(pair.after).items() if not is_given(name, path)}
+    old = {name: path for name, path in files_of(pair.before).items() if not is_given(name, path)}
     changed = sorted(
         name
         for name in new.keys() | old.keys()
