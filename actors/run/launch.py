@@ -10,9 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -48,7 +51,6 @@ from headrace.actors.record.files.absences import Absences
 from headrace.actors.record.files.disk_space import needing_space
 from headrace.actors.record.files.log_warnings import TerminalWarnings
 from headrace.actors.record.files.logs import LogTerms
-from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig, explain, of_record, recorded, resolve
@@ -91,8 +93,11 @@ from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
+from headrace.sandboxes.host.child_environment import child_environment
 from headrace.serve.gateway.http.placement import most_processes
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
+
+logger = logging.getLogger(__name__)
 
 Allow = Callable[[Iterable[Task]], None]
 
@@ -648,7 +653,10 @@ def write_summary(directory: RunDirectory, *, completed: bool) -> RunSummary:
 
 
 def _draw(directory: RunDirectory) -> None:
-    """Draw reward.png from the metrics, if matplotlib is installed."""
-    from headrace.actors.run.plots import reward_png
-
-    reward_png(read_metrics(directory.metrics), directory.picture)
+    """Draw reward.png from the metrics, in a program of its own: matplotlib asks `fc-list` for fonts, which would get
+    this process's secrets."""
+    command = (sys.executable, "-m", "headrace.actors.run.plots", directory.metrics, directory.picture)
+    done = subprocess.run(command, env=child_environment(), capture_output=True, check=False)
+    if done.returncode != 0:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        logger.warning("%s was not drawn: %s", directory.picture.name, reason)

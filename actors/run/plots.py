@@ -15,10 +15,13 @@ Other kinds and fields are ignored.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from headrace.actors.record.files.metrics import read_metrics
 
 Record = Mapping[str, Any]
 
@@ -178,3 +181,7 @@ def _wilson(share: float, answers: int, z: float = 1.96) -> tuple[float, float]:
 def _legend(axes: Any, drawn: Sequence[object], place: str) -> None:
     if drawn:
         axes.legend(loc=place, frameon=False, fontsize=9, labelcolor=INK)
+
+
+if __name__ == "__main__":
+    reward_png(read_metrics(Path(sys.argv[1])), Path(sys.argv[2]))
