@@ -28,7 +28,12 @@ def environments_below(process_id: int, path: Path) -> Iterator[None]:
 
     def watch() -> None:
         while not ended.wait(LOOK_S):
-            for process in psutil.Process(process_id).children(recursive=True):
+            try:
+                children = psutil.Process(process_id).children(recursive=True)
+            except psutil.NoSuchProcess:
+                # It ended, which whoever waits for it notices later.
+                return
+            for process in children:
                 try:
                     command = tuple(process.cmdline())
                     environment = process.environ()
