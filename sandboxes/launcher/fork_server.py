@@ -22,7 +22,6 @@ from typing import Final
 
 from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.connections import Connections, Secrets, Waiter
-from headrace.sandboxes.launcher.host_guard import HostGuard
 from headrace.sandboxes.launcher.requests import CommandRequests
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.sandbox_table import SandboxTable
@@ -42,8 +41,7 @@ class ForkServer:
         self._groups = booter.groups
         self._images = booter.images
         self._connections = Connections(listener, self._on_message, self._on_client_gone)
-        self._guard = HostGuard(booter.groups)
-        self._sandboxes = SandboxTable(settings, secrets, booter, self._connections, self._guard)
+        self._sandboxes = SandboxTable(settings, secrets, booter, self._connections)
         self._commands = CommandRequests(self._connections)
         self._idle_deadline: float | None = None
         self._launcher_operations = {
@@ -117,16 +115,14 @@ class ForkServer:
                 self._idle_deadline = None
             elif self._idle_deadline is None:
                 self._idle_deadline = time.monotonic() + self._settings.idle_exit_s
-            next_look = self._guard.next_look(len(self._sandboxes))
-            deadlines = (self._sandboxes.next_deadline(), self._idle_deadline, next_look)
+            deadlines = (self._sandboxes.next_deadline(), self._idle_deadline)
             deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
             self._connections.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if self._idle_deadline is not None and self._idle_deadline <= time.monotonic():
                 # A client may have connected while the poll waited for the deadline.
                 self._sandboxes.closing = not self._sandboxes and not self._connections.clients
             self._sandboxes.expire()
-            if next_look is not None and next_look <= time.monotonic():
-                self._sandboxes.guard()
+            self._sandboxes.guard()
         self._groups.close()
 
     def _lose_owner(self, source: int) -> None:

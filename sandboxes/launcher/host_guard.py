@@ -6,8 +6,10 @@ Invariants:
 - The limits of single sandboxes may add up to more than the host has: programs get what they need, and rarely all hold
   it at once.
 - When too much is held, the sandbox that holds most, and more than its even share, has reached its own limit. If there
-  is none, new boots wait. What others hold, sandboxes or programs of the host, never ends a sandbox: a count is no more
-  than what is held. It may be less (mappings, files on their way in a socket), and then boots wait.
+  is none, new boots wait. What others hold, sandboxes or programs of the host, never ends a sandbox.
+- A count of files is what processes have on descriptors, and no more than the sandbox's kernel memory has room for, so
+  that what many workers inherit counts about once. Mappings and files on their way in a socket are not counted: while
+  they fill the table, boots wait.
 - A look takes little time whatever is in the sandboxes, and no error of it ends the launcher.
 """
 
@@ -66,7 +68,7 @@ class HostGuard:
         return found
 
     def _files(self, sandbox: SandboxRecord, least: int) -> int:
-        """Return how many files a sandbox holds, or less; a number up to `least` may be anything below it."""
+        """Return about how many files a sandbox holds. Descriptors are read only if it may hold more than `least`."""
         kernel_bytes, processes = self._groups.kernel_memory(sandbox.id)
         # Descriptors that many processes have inherited are one file, and take its memory once.
         most = (kernel_bytes - len(processes) * _TASK_BYTES) // _FILE_BYTES

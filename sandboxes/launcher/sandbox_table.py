@@ -32,14 +32,12 @@ from headrace.sandboxes.linux.id_blocks import IDS_PER_SANDBOX
 class SandboxTable:
     """Sandboxes by id, idempotency key and pid, and the operations that create or end them."""
 
-    def __init__(
-        self, settings: Settings, secrets: Secrets, booter: Booter, connections: Connections, guard: HostGuard
-    ) -> None:
+    def __init__(self, settings: Settings, secrets: Secrets, booter: Booter, connections: Connections) -> None:
         self._settings = settings
         self._secrets = secrets
         self._booter = booter
         self._connections = connections
-        self._guard = guard
+        self._guard = HostGuard(booter.groups)
         self._sandboxes: dict[str, SandboxRecord] = {}
         self._by_key: dict[str, str] = {}
         self._by_pid: dict[int, str] = {}
@@ -64,8 +62,9 @@ class SandboxTable:
         return self._deadlines.remaining(sandbox.id, time.monotonic())
 
     def next_deadline(self) -> float | None:
-        """Return the monotonic time at which the next lease ends."""
-        return self._deadlines.next()
+        """Return the monotonic time at which the next lease ends, or the host is to be looked at."""
+        due = (self._deadlines.next(), self._guard.next_look(len(self)))
+        return min((time_s for time_s in due if time_s is not None), default=None)
 
     def close(self) -> None:
         """Refuse further boots and end every sandbox."""
@@ -89,8 +88,7 @@ class SandboxTable:
             raise RequestRefused("CapacityExceeded", f"{len(self)} sandboxes are alive: raise max_sandboxes")
         live = sum(sandbox.state in ("booting", "running") for sandbox in self)
         if live >= self._booter.max_live:
-            text = f"{live} sandboxes are running: raise max_live (each sandbox then gets a smaller share)"
-            raise RequestRefused("CapacityExceeded", text)
+            raise RequestRefused("CapacityExceeded", f"{live} sandboxes are running: raise max_live")
         if self._guard.full:
             raise RequestRefused("CapacityExceeded", self._guard.full)
         mounts = requests.mounts_of(message)
@@ -216,7 +214,11 @@ class SandboxTable:
             self._end(sandbox, keep_layer=False)
 
     def guard(self) -> None:
-        """End the commands of the sandbox that holds too much of the host, as the kernel does when memory is out."""
+        """When a look is due, end the commands of the sandbox that holds too much of the host, as the kernel does when
+        memory is out."""
+        due_s = self._guard.next_look(len(self))
+        if due_s is None or due_s > time.monotonic():
+            return
         found = self._guard.look([sandbox for sandbox in self if sandbox.state == "running"])
         if found is not None and found.control is not None:
             found.limit_kills += 1

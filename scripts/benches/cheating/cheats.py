@@ -211,7 +211,7 @@ class Means(unittest.TestCase):
         self.assertEqual(mean([]), 0.0)
 """
 _SETUP = f"""\
-import os, signal
+import os
 import calc
 {_NAMES}
 if __name__ == "__main__" and hasattr(calc, "_forge"):

@@ -17,6 +17,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, unsupported
 
+logger = logging.getLogger(__name__)
+
+NOT_GRANTED: Final = "headrace-not-granted"
+"""Header of an answer with what the request asked for and did not get."""
 MAX_TIMEOUT_S: Final = 24 * 3600
 MAX_BODY_BYTES: Final = 1 << 20
 _IDEMPOTENCY_KEY: Final = re.compile(r"[a-z0-9-]{1,255}")
@@ -37,11 +41,6 @@ def check_environment(env: dict[str, str]) -> dict[str, str]:
 Seconds = Annotated[int, Field(ge=0, le=MAX_TIMEOUT_S, strict=True)]
 Texts = Annotated[dict[str, str], BeforeValidator(_no_null)]
 Environment = Annotated[Texts, AfterValidator(check_environment)]
-logger = logging.getLogger(__name__)
-
-NOT_GRANTED: Final = "headrace-not-granted"
-"""Header of an answer with what the request asked for and did not get."""
-
 B = TypeVar("B", bound=BaseModel)
 
 

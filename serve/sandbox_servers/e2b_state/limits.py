@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SpecRefused
+
+N = TypeVar("N", int, float)
 
 _SIZE: Final = re.compile(r"([0-9]{1,15})([KMGT]?)(?:i?B)?")
 _SHIFTS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -56,7 +58,7 @@ class SandboxLimits:
             memory_bytes=_lower(spec.memory_bytes, self.memory_bytes),
             disk_bytes=_lower(spec.disk_bytes, self.disk_bytes),
             pids=_lower(spec.pids, self.processes),
-            cpu=self.cpus if spec.cpu is None else spec.cpu,
+            cpu=_lower(spec.cpu, self.cpus),
         )
 
     def check_lifetime(self, seconds: float, owner: str) -> None:
@@ -65,7 +67,7 @@ class SandboxLimits:
             raise SpecRefused(f"{seconds:.0f} s: key {owner!r} allows at most {self.lifetime_s} s; request less")
 
 
-def _lower(one: int | None, other: int | None) -> int | None:
+def _lower(one: N | None, other: N | None) -> N | None:
     return one if other is None else other if one is None else min(one, other)
 
 
