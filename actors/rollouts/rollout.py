@@ -301,7 +301,7 @@ async def _run_agent(
     in_services: ServiceTime,
 ) -> tuple[AgentReport, OpenedSession]:
     """Open a session and run the agent in it. The session stays open only if the agent reports."""
-    async with boundary(names.AGENT, "agent", time, config.guard_s):
+    async with boundary(f"{names.AGENT} {stations.agent_name}", "agent", time, config.guard_s):
         with time.session_opens():
             session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
         agent_s = least(config.agent_timeout_s, task.limits.agent_s) or config.agent_timeout_s
@@ -323,7 +323,11 @@ async def _run_agent(
                     f"agent: its deadline passed while it waited for service {in_services.interrupted}; raise "
                     "rollout.agent_timeout_s or find out why the service is slow"
                 )
-            attributes: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
+            attributes: dict[str, str | int] = {
+                names.OPERATION: names.AGENT,
+                names.AGENT_NAME: stations.agent_name,
+                names.AGENT_STOP: report.stop.value,
+            }
             if report.exit_code is not None:
                 result = report.result[:RESULT_CHARACTERS]
                 attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: result}

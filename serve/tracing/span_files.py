@@ -3,30 +3,31 @@
 Invariants:
 - Ending a span never blocks. A span that is not written is counted, in `PROCESS-PID.lost.json` beside the file, which
   is written when its counts change.
-- A batch that cannot be written stays queued and is tried again, until the queue is full. No half of a batch remains.
+- Lines that cannot be written stay, and are tried again with the next batch, until the queue is full. No half of a
+  batch remains in the file.
 - `PROCESS-PID.jsonl` is the file in use, and this process has its lock. At `max_file_bytes`, and at the end of the
   process, it becomes `PROCESS-PID.000001.jsonl`, and then the same with `.zst`. Of two files that differ in `.zst` only
   both are whole, and a reader takes one.
-- The first line of each file is the resource of its spans; each other line is a span.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Event, Lock, Thread
-from typing import Final
+from threading import Lock
+from typing import Any, Final
 
 import orjson
 import zstandard
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.serve.tracing.recorder import RecordedSpan
+from headrace.serve.tracing.otlp_lines import line_of, resource_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,106 +42,109 @@ REMOVED: Final = "removed"
 """Lost since somebody removed the file in use."""
 BATCH_SPANS: Final = 512
 """Number of queued spans that are written at once instead of after the interval."""
-SHUTDOWN_S: Final = 5.0
-"""Time that the end of a process waits for a disk that does not answer."""
 _LEVEL: Final = 3
 
 
-class SpanFile:
-    """A file to which ended spans are appended, in a thread of its own."""
+class SpanQueue(BatchSpanProcessor):
+    """The SDK's queue, which counts what it cannot take. (By itself it drops its oldest span, and counts nothing.)"""
 
-    def __init__(
-        self,
-        path: Path,
-        resource: Mapping[str, object],
-        *,
-        max_file_bytes: int,
-        max_queue_spans: int,
-        interval_s: float,
-    ) -> None:
-        """Write to `path` (`.../PROCESS-PID.jsonl`) at least every `interval_s` seconds."""
+    def __init__(self, file: SpanFile, *, interval_s: float) -> None:
+        """Hand spans to `file` at least every `interval_s` seconds."""
+        super().__init__(
+            file,
+            max_queue_size=file.max_queue_spans,
+            schedule_delay_millis=1000 * interval_s,
+            max_export_batch_size=min(BATCH_SPANS, file.max_queue_spans),
+        )
+        self._file = file
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._file.admit():
+            super().on_end(span)
+
+
+class SpanFile(SpanExporter):
+    """A file to which spans are appended. Its exports and its shutdown block while the disk does."""
+
+    def __init__(self, path: Path, resource: Mapping[str, Any], *, max_file_bytes: int, max_queue_spans: int) -> None:
+        """Write to `path` (`.../PROCESS-PID.jsonl`) the spans of a process with this resource."""
+        self.max_queue_spans = max_queue_spans
         self._path, self._max_file_bytes = path, max_file_bytes
-        self._max_queue_spans, self._interval_s = max_queue_spans, interval_s
-        self._header = orjson.dumps({"resource": dict(resource)}, default=str) + b"\n"
-        self._queue: deque[RecordedSpan] = deque()
+        self._resource = orjson.dumps(resource_of(resource))
+        self._lines: list[bytes] = []
+        """Lines that the disk has not taken."""
         self._lost: Counter[str] = Counter()
         self._stored_lost = 0
         self._lock: FileLock | None = None
         self._descriptor, self._size, self._spans = -1, 0, 0
+        self.admitted = self.done = 0
+        """Spans that were admitted, and those of them that were written or lost."""
         self._ended = False
         self._counting, self._writing = Lock(), Lock()
-        self._due = Event()
         self._failing = False
-        self._thread = Thread(target=self._work, name="span-file", daemon=True)
-        self._thread.start()
 
-    def add(self, span: RecordedSpan) -> None:
-        """Queue a span that has ended."""
-        if self._ended or len(self._queue) >= self._max_queue_spans:
-            with self._counting:
+    def admit(self) -> bool:
+        """Return whether there is room for one more span; count it as lost if not."""
+        with self._counting:
+            if self._ended or self.admitted - self.done >= self.max_queue_spans:
                 self._lost[NOT_WRITTEN if self._ended else QUEUE_FULL] += 1
-            return
-        self._queue.append(span)
-        if len(self._queue) >= BATCH_SPANS:
-            self._due.set()
+                return False
+            self.admitted += 1
+            return True
 
-    def flush(self, timeout_s: float) -> bool:
-        """Write what is queued; return False if the disk does not take it, or does not answer in time."""
-        if not self._writing.acquire(timeout=timeout_s):
-            return False
-        try:
-            return self._write_all()
-        finally:
-            self._writing.release()
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return self.append([line_of(span, self._resource) for span in spans])
+
+    def append(self, lines: list[bytes]) -> SpanExportResult:
+        """Append the lines of admitted spans; a failure keeps them for the next call."""
+        with self._writing:
+            self._lines += lines
+            return SpanExportResult.SUCCESS if self._write() else SpanExportResult.FAILURE
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self.append([]) is SpanExportResult.SUCCESS
+
+    def end(self) -> None:
+        """Take no more spans."""
+        self._ended = True
 
     def shutdown(self) -> None:
-        """Write what is queued and compress the file, within `SHUTDOWN_S`. Idempotent."""
-        if self._ended:
-            return
-        self._ended = True
-        self._due.set()
-        self._thread.join(SHUTDOWN_S)
-
-    def _work(self) -> None:
-        while not self._ended:
-            self._due.wait(self._interval_s)
-            self._due.clear()
-            with self._writing:
-                self._write_all()
+        """Write what is left, count what the disk does not take, and compress the file."""
+        self.end()
         with self._writing:
-            self._write_all()
-            if self._queue:
-                with self._counting:
-                    self._lost[NOT_WRITTEN] += len(self._queue)
-                self._queue.clear()
+            self._write()
+            with self._counting:
+                if left := self.admitted - self.done:
+                    self._lost[NOT_WRITTEN] += left
+                self.done = self.admitted
+            self._lines.clear()
             self._close()
             self._store_lost()
 
-    def _write_all(self) -> bool:
-        """Write all queued spans, and the counts if they changed; return whether the disk took everything."""
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(BATCH_SPANS, len(self._queue)))]
+    def _write(self) -> bool:
+        """Write all lines, and the counts if they changed; return whether the disk took everything."""
+        if self._lines:
             try:
-                self._append(b"".join(map(line_of, batch)), len(batch))
+                self._append(b"".join(self._lines), len(self._lines))
             except OSError as error:
-                self._queue.extendleft(reversed(batch))
                 if not self._failing:
                     logger.warning("spans wait, since %s cannot be written: %s", self._path, error)
                 self._failing = True
                 return False
+            with self._counting:
+                self.done += len(self._lines)
+            self._lines.clear()
             self._failing = False
         return self._store_lost()
 
-    def _append(self, data: bytes, spans: int = 0) -> None:
+    def _append(self, data: bytes, spans: int) -> None:
         """Append whole lines. Raises OSError; the file then is as it was."""
-        if self._size + len(data) > self._max_file_bytes and self._size > len(self._header):
+        if self._size and self._size + len(data) > self._max_file_bytes:
             self._close()
         if self._descriptor < 0:
             self._lock = FileLock(self._path)
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             self._size, self._spans = os.fstat(self._descriptor).st_size, 0
-        if self._size == 0:
-            data = self._header + data
         try:
             written = 0
             while written < len(data):
@@ -207,38 +211,3 @@ def compress(path: Path) -> Path:
         raise
     path.unlink()
     return target
-
-
-def line_of(span: RecordedSpan) -> bytes:
-    """Return one line of the span file. Ids are hexadecimal, times are in nanoseconds since 1970, and `parent_id` is ""
-    for a root span."""
-    record: dict[str, object] = {
-        "name": span.name,
-        "trace_id": f"{span.context.trace_id:032x}",
-        "span_id": f"{span.context.span_id:016x}",
-        "parent_id": f"{span.parent.span_id:016x}" if span.parent else "",
-        "start_ns": span.start_time,
-        "end_ns": span.end_time,
-        "status": span.status.status_code.name.lower(),
-        "attributes": span.attributes,
-    }
-    if span.status.description:
-        record["detail"] = span.status.description
-    if span.events:
-        record["events"] = [
-            {"name": event.name, "time_ns": event.timestamp, "attributes": event.attributes} for event in span.events
-        ]
-    if span.links:
-        record["links"] = [
-            {
-                "trace_id": f"{link.context.trace_id:032x}",
-                "span_id": f"{link.context.span_id:016x}",
-                "attributes": link.attributes,
-            }
-            for link in span.links
-        ]
-    try:
-        return orjson.dumps(record, default=str) + b"\n"
-    except TypeError:
-        # Text of an agent with half of a surrogate pair, which is no UTF-8, or a number beyond 64 bits.
-        return json.dumps(record, default=str, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

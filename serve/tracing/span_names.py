@@ -1,8 +1,8 @@
 """The names of spans and their attributes.
 
-The tree: rollout > sandbox.boot > agent > turn (engine) > tool > evaluate > buffer.offer. Attributes follow the
-OpenTelemetry conventions for generative AI (`gen_ai.*`) if those conventions define a suitable one; otherwise they are
-named `headrace.*`.
+The tree: rollout > sandbox.boot > invoke_agent > chat (engine) > execute_tool > evaluate > buffer.offer. Names and
+attributes are those of the OpenTelemetry conventions for generative AI (`chat`, `gen_ai.*`) where these have one, read
+in November 2026; other attributes are named `headrace.*`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ SANDBOX_BOOT: Final = "sandbox.boot"
 POOL_QUEUE: Final = boot_spans.POOL_QUEUE
 POOL_BOOT: Final = boot_spans.POOL_BOOT
 PREPARE: Final = "prepare"
-AGENT: Final = "agent"
+AGENT: Final = "invoke_agent"
+"""Followed by the name of the agent."""
 FINISH: Final = "session.finish"
-TURN: Final = "turn"
+TURN: Final = "chat"
 ENGINE: Final = "engine"
-TOOL: Final = "tool"
+TOOL: Final = "execute_tool"
+"""Followed by the name of the tool."""
 EVALUATE: Final = "evaluate"
 CHECK: Final = "evaluate.check"
 BUFFER_OFFER: Final = "buffer.offer"
@@ -37,8 +39,11 @@ MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 TEMPERATURE: Final = "gen_ai.request.temperature"
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
+PROVIDER: Final = "gen_ai.provider.name"
+AGENT_NAME: Final = "gen_ai.agent.name"
 
 ERROR_TYPE: Final = boot_spans.ERROR_TYPE
 
@@ -59,6 +64,10 @@ AGENT_LOG_TAIL: Final = "headrace.agent.log_tail"
 TURN_NUMBER: Final = "headrace.turn.number"
 RENDER_S: Final = "headrace.render_s"
 ENGINE_ID: Final = "headrace.engine.id"
+ENGINE_QUEUE_S: Final = "headrace.engine.queue_s"
+ENGINE_PREFILL_S: Final = "headrace.engine.prefill_s"
+ENGINE_TOTAL_S: Final = "headrace.engine.total_s"
+HELD_S: Final = "headrace.engine.held_s"
 VERSIONS: Final = "headrace.versions"
 CACHED_TOKENS: Final = "headrace.engine.cached_tokens"
 RETRACTIONS: Final = "headrace.engine.retractions"
@@ -97,4 +106,8 @@ PUSH_ENGINES: Final = "headrace.push.engines"
 PUSH_OUTCOMES: Final = "headrace.push.outcomes"
 PUSH_BYTES: Final = "headrace.push.sent_bytes"
 PHASE: Final = "headrace.push.phase"
+SENDER: Final = "headrace.sender"
+"""On spans that another program sent: `agent` or `engine`."""
+PROJECT: Final = "openinference.project.name"
+"""By this attribute of the resource arize-phoenix keeps traces apart: each run is a project."""
 WAVE: Final = "headrace.push.wave"

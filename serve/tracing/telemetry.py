@@ -1,26 +1,34 @@
-"""Set-up of tracing in a process of the service.
+"""Set-up of tracing in a process of the service: OpenTelemetry's SDK, whose spans go to a file of the process.
 
 Invariants:
 - Spans go to files only (span_files.py): ending one never blocks, and no receiver can delay a process. What an
-  OpenTelemetry collector gets is chosen from the files by the observer of the run.
+  OpenTelemetry collector gets is chosen from the files by the observer of the run. (The OTLP exporters also draw their
+  back-off from the module `random`, whose state a learner saves.)
 - Root spans started by `tracing.start_rollout_span` get the ids derived from the run and their attempt.
 """
 
 from __future__ import annotations
 
+import random
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Final, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import Tracer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.serve.tracing import span_names
-from headrace.serve.tracing.recorder import RecordedSpan, SpanRecorder
-from headrace.serve.tracing.span_files import SUFFIX, SpanFile
+from headrace.serve.tracing.foreign_spans import SpanIntake
+from headrace.serve.tracing.span_files import SUFFIX, SpanFile, SpanQueue
+from headrace.serve.tracing.tracing import root_attempt, root_span_id_for, trace_id_for
 
 OtlpProtocol: TypeAlias = Literal["http/protobuf", "grpc"]
 """Names of OTEL_EXPORTER_OTLP_PROTOCOL (https://opentelemetry.io/docs/specs/otel/protocol/exporter/)."""
@@ -28,6 +36,19 @@ EXAMPLES: Final[dict[OtlpProtocol, str]] = {
     "http/protobuf": "http://collector:4318/v1/traces",
     "grpc": "http://collector:4317",
 }
+LIMITS: Final = SpanLimits(
+    max_span_attributes=64,
+    max_events=16,
+    # A step links to each member of its batch.
+    max_links=8192,
+    max_event_attributes=64,
+    max_link_attributes=64,
+    max_attribute_length=span_names.MAX_TEXT_CHARACTERS,
+)
+"""Limits on a span; a span counts what is dropped beyond them."""
+_OF_RUN: Final = (span_names.RUN_ID, span_names.RECIPE, span_names.PROJECT)
+END_S: Final = 5.0
+"""Time that the end of a process waits for a disk that does not answer."""
 
 
 class TelemetryConfig(BaseModel):
@@ -95,26 +116,70 @@ def check_receiver(url: str, protocol: OtlpProtocol) -> None:
     )
 
 
+class AttemptIds(IdGenerator):
+    """Ids of spans: those of an attempt's root span are derived from the run and the attempt, all others random."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        # The module's numbers have a state that a resumed learner restores: its steps would get the ids of those that
+        # were undone, and tracing would change what training draws. Seeded by the operating system; asking that for
+        # each id costs ten times as much.
+        self._bits = random.Random().getrandbits
+
+    def generate_trace_id(self) -> int:
+        attempt = root_attempt.get()
+        return (self._bits(128) or 1) if attempt is None else trace_id_for(self._run_id, *attempt)
+
+    def generate_span_id(self) -> int:
+        attempt = root_attempt.get()
+        return (self._bits(64) or 1) if attempt is None else root_span_id_for(self._run_id, *attempt)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryHandle:
     """Handle to the set-up made by `configure`. Without a provider nothing is recorded, and without a file what is
     recorded is dropped."""
 
-    provider: SpanRecorder | None
+    provider: TracerProvider | None
     file: SpanFile | None = None
 
     def tracer(self, name: str) -> Tracer:
         """Return a tracer of this set-up, even if the set-up is not installed globally."""
         return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
 
-    def flush(self, timeout_s: float = 5.0) -> bool:
-        """Write the queued spans; return False if that takes too long."""
-        return self.file is None or self.file.flush(timeout_s)
+    def flush(self, timeout_s: float = END_S) -> bool:
+        """Write the spans that have ended; return False if the disk does not take them, or not in time."""
+        if self.provider is None or self.file is None:
+            return True
+        ended = self.file.admitted
+        # The SDK exports in the caller's thread, however long that takes.
+        exporting = Thread(target=self._export, name="span-flush", daemon=True)
+        exporting.start()
+        exporting.join(timeout_s)
+        return self.file.done >= ended
+
+    def intake(self) -> SpanIntake | None:
+        """Return the way of other programs' spans into this process's file; None without one."""
+        if self.provider is None or self.file is None:
+            return None
+        named = self.provider.resource.attributes
+        return SpanIntake(self.file, {key: named[key] for key in _OF_RUN})
+
+    def _export(self) -> None:
+        assert self.provider is not None
+        assert self.file is not None
+        self.provider.force_flush()
+        # For lines of an earlier failure: without new spans the SDK does not call its exporter.
+        self.file.force_flush()
 
     def shutdown(self) -> None:
-        """Write the queued spans and stop, within the time that a disk gets to answer. Idempotent."""
-        if self.file is not None:
-            self.file.shutdown()
+        """Write the spans that have ended and stop, within the time that a disk gets to answer. Idempotent."""
+        if self.provider is None or self.file is None:
+            return
+        self.file.end()
+        stopping = Thread(target=self.provider.shutdown, name="span-end", daemon=True)
+        stopping.start()
+        stopping.join(END_S)
 
 
 def configure(
@@ -132,28 +197,33 @@ def configure(
     """
     if not config.enabled:
         return TelemetryHandle(provider=None)
-    resource = {
-        "service.name": "headrace",
-        "service.instance.id": process,
-        "host.name": socket.gethostname(),
-        span_names.RUN_ID: run_id,
-        span_names.RECIPE: config.recipe,
-    }
+    resource = Resource.create(
+        {
+            "service.name": "headrace",
+            "service.instance.id": process,
+            "host.name": socket.gethostname(),
+            span_names.RUN_ID: run_id,
+            span_names.RECIPE: config.recipe,
+            span_names.PROJECT: run_id or "headrace",
+        }
+    )
+    provider = TracerProvider(
+        sampler=ParentBased(ALWAYS_ON),
+        resource=resource,
+        shutdown_on_exit=False,
+        id_generator=AttemptIds(run_id),
+        span_limits=LIMITS,
+    )
     file = None
     if spans_dir is not None:
         spans_dir.mkdir(parents=True, exist_ok=True)
         file = SpanFile(
             spans_dir / f"{process}{SUFFIX}",
-            resource,
+            resource.attributes,
             max_file_bytes=config.max_file_bytes,
             max_queue_spans=config.max_queue_spans,
-            interval_s=config.flush_interval_s,
         )
-    provider = SpanRecorder(_dropped if file is None else file.add, run_id=run_id, resource=resource)
+        provider.add_span_processor(SpanQueue(file, interval_s=config.flush_interval_s))
     if install:
         trace.set_tracer_provider(provider)
     return TelemetryHandle(provider=provider, file=file)
-
-
-def _dropped(span: RecordedSpan) -> None:
-    """Take a span that nobody reads."""

@@ -23,7 +23,7 @@ from opentelemetry.util.types import AttributeValue
 from headrace.buffer.trajectories.types import Cause
 from headrace.serve.tracing import span_names
 
-# The API has no argument for the ids of a root span; the recorder, which knows the run, reads this.
+# The API has no argument for the ids of a root span; the generator of ids, which knows the run, reads this.
 root_attempt: ContextVar[tuple[str, int] | None] = ContextVar("headrace_root_attempt", default=None)
 
 

@@ -20,7 +20,7 @@ from support import agent_rig as rigs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.namespaces]
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_S = 600
-HEAVY = ("ray", "torch", "safetensors", "opentelemetry-exporter-otlp-proto-http")
+HEAVY = ("ray", "torch", "safetensors", "grpcio")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ async def test_an_observer_killed_in_a_run_sends_each_span_once_and_serves_the_p
             running = asyncio.create_task(service.run())
             page = directory.path / FOLDER / "page.json"
             assert "observed" in await fetched(page, "")
-            await arrived(collected, "rl.train")
+            await arrived(collected, "step")
             before = orjson.loads(page.read_bytes())
             os.kill(before["pid"], signal.SIGKILL)
             async with asyncio.timeout(HANG_S):

@@ -410,7 +410,7 @@ async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path:
     telemetry.shutdown()
     spans = list(SpanFolder(tmp_path).spans())
     assert {span["trace_id"] for span in spans} == {f"{trace_id_for('', 'rollout-1', 1):032x}"}
-    [turn] = [span for span in spans if span["name"] == "turn"]
+    [turn] = [span for span in spans if span["name"] == "chat"]
     by_name = {span["name"]: span for span in spans}
     assert turn["parent_id"] == by_name["rollout"]["span_id"]
     engines = [span for span in spans if span["name"] == "engine"]
@@ -421,6 +421,8 @@ async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path:
     assert turn["trace_id"].encode() not in reply.raw, "and the agent is not"
     assert turn["attributes"]["headrace.render_s"] > 0
     assert not [name for span in engines for name in span["attributes"] if name.startswith("gen_ai.usage.")]
+    cached = engines[1]["attributes"]["headrace.engine.cached_tokens"]
+    assert turn["attributes"]["gen_ai.usage.cache_read.input_tokens"] == cached
     assert turn["attributes"]["gen_ai.usage.output_tokens"] == len(w.engines[1].sampled[0].output_ids)
     assert engines[1]["attributes"]["gen_ai.response.finish_reasons"] == ["stop"]
     assert engines[1]["attributes"]["headrace.versions"] == ["1.4"]

@@ -76,23 +76,24 @@ def test_an_attempts_trace_has_the_documented_span_tree(finished_run: RunDirecto
     attempt = next(attempt for attempt in attempts if attempt.turns == 2 and attempt.cause in ("solved", "failed"))
     assert attempt.trace_id == f"{trace_id_for(finished_run.run_id(), attempt.rollout_id, attempt.attempt):032x}"
     spans = traces[attempt.trace_id]
-    names = {span["span_id"]: span["name"] for span in spans}
-    edges = {(names.get(span["parent_id"]), span["name"]) for span in spans}
+    # The names of agents and tools follow the names of their spans.
+    names = {span["span_id"]: span["name"].partition(" ")[0] for span in spans}
+    edges = {(names.get(span["parent_id"]), names[span["span_id"]]) for span in spans}
     assert edges >= {
         (None, "rollout"),
         ("rollout", "sandbox.boot"),
-        ("rollout", "agent"),
-        ("agent", "turn"),
+        ("rollout", "invoke_agent"),
+        ("invoke_agent", "chat"),
         ("sandbox.boot", "pool.boot"),
-        ("turn", "engine"),
-        ("agent", "tool"),
+        ("chat", "engine"),
+        ("invoke_agent", "execute_tool"),
         ("rollout", "evaluate"),
         ("evaluate", "evaluate.check"),
         ("rollout", "buffer.offer"),
     }
     [root] = [span for span in spans if span["name"] == "rollout"]
     assert root["end_ns"] >= max(span["end_ns"] for span in spans), "the root ends at the receipt of the offer"
-    assert sum(span["name"] == "turn" for span in spans) == 2
+    assert sum(span["name"] == "chat" for span in spans) == 2
     [finish] = [span for span in spans if span["name"] == "session.finish"]
     assert finish["attributes"]["headrace.session.sampled_tokens"] > 0
     assert finish["attributes"]["headrace.session.rows"] == 1
@@ -214,7 +215,7 @@ def test_rewards_require_an_evaluation_and_infra_failures_are_not_evaluated(fini
 
 def temperatures(spans: list[dict[str, Any]]) -> set[float]:
     """At which the turns of a trace were sampled."""
-    return {span["attributes"]["gen_ai.request.temperature"] for span in spans if span["name"] == "turn"}
+    return {span["attributes"]["gen_ai.request.temperature"] for span in spans if span["name"] == "chat"}
 
 
 def test_training_and_evaluations_have_separate_sampling_settings(finished_run: RunDirectory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +22,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 
 class Collected:
-    """Requests in the order in which they came. While `refusing`, requests are answered with an error."""
+    """Requests in the order in which they came. While `refusing` is a status or a name of gRPC's, requests are answered
+    with it; requests with a span of the name `poison` are answered with 400."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
-        self.refusing = False
+        self.refusing: int | None = None
+        self.poison = ""
         self.arrived = threading.Event()
 
     def add(self, request: ExportTraceServiceRequest) -> None:
@@ -34,24 +37,28 @@ class Collected:
 
     def spans(self) -> list[dict[str, Any]]:
         """All spans, each with its name, ids, attributes, status and resource."""
-        return [
-            {
-                "name": span.name,
-                "trace_id": span.trace_id.hex(),
-                "span_id": span.span_id.hex(),
-                "parent_id": span.parent_span_id.hex(),
-                "attributes": _values(span.attributes),
-                "status": span.status.code,
-                "message": span.status.message,
-                "links": [link.trace_id.hex() for link in span.links],
-                "resource": _values(group.resource.attributes),
-                "kind": span.kind,
-            }
-            for request in self.requests
-            for group in request.resource_spans
-            for scope in group.scope_spans
-            for span in scope.spans
-        ]
+        return [span for request in self.requests for span in spans_of(request)]
+
+
+def spans_of(request: ExportTraceServiceRequest) -> list[dict[str, Any]]:
+    """The spans of a request, each with its name, ids, attributes, status and resource."""
+    return [
+        {
+            "name": span.name,
+            "trace_id": span.trace_id.hex(),
+            "span_id": span.span_id.hex(),
+            "parent_id": span.parent_span_id.hex(),
+            "attributes": _values(span.attributes),
+            "status": span.status.code,
+            "message": span.status.message,
+            "links": [link.trace_id.hex() for link in span.links],
+            "resource": _values(group.resource.attributes),
+            "kind": span.kind,
+        }
+        for group in request.resource_spans
+        for scope in group.scope_spans
+        for span in scope.spans
+    ]
 
 
 @contextmanager
@@ -61,11 +68,14 @@ def http_collector() -> Iterator[tuple[str, Collected]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if collected.refusing:
+            body = gzip.decompress(self.rfile.read(int(self.headers["Content-Length"])))
+            request = ExportTraceServiceRequest.FromString(body)
+            if collected.refusing is not None:
+                self.send_response(collected.refusing)
+            elif any(span["name"] == collected.poison for span in spans_of(request)):
                 self.send_response(400)
             else:
-                collected.add(ExportTraceServiceRequest.FromString(body))
+                collected.add(request)
                 self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import Link, SpanContext
 
 from headrace.actors.evaluation.graders import evaluator
@@ -16,7 +17,6 @@ from headrace.actors.training import learner
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.sandboxes.pool import boot_spans
 from headrace.serve.tracing import span_names as names
-from headrace.serve.tracing.recorder import RecordedSpan
 from headrace.serve.tracing.tracing import attempt_context, start_rollout_span
 from support.recorded_spans import RUN_ID, RecordedSpans, attributes_of, parent_id, recorded_spans
 
@@ -46,7 +46,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Record
         yield recorded, read_evidence(folder)
 
 
-def roots_of(recorded: RecordedSpans) -> dict[tuple[str, int], RecordedSpan]:
+def roots_of(recorded: RecordedSpans) -> dict[tuple[str, int], ReadableSpan]:
     """The root spans by rollout and attempt."""
     spans = recorded.named(names.ROLLOUT)
     found = {}

@@ -36,7 +36,7 @@ def test_a_trace_continues_in_another_process_through_its_traceparent(tmp_path: 
     root.end()
     telemetry.shutdown()
     turn, rollout = read(tmp_path)
-    assert (turn["name"], rollout["name"]) == ("turn", "rollout")
+    assert (turn["name"], rollout["name"]) == ("chat", "rollout")
     assert turn["trace_id"] == rollout["trace_id"] == f"{trace_id_for('run', 'rollout-7', 2):032x}"
     assert turn["parent_id"] == rollout["span_id"]
     assert rollout["parent_id"] == ""
@@ -88,7 +88,7 @@ def test_the_resource_names_run_host_and_recipe() -> None:
     config = TelemetryConfig(recipe="quickstart")
     telemetry = configure(config, process="x", spans_dir=None, run_id="run-1", install=False)
     assert telemetry.provider is not None
-    named = telemetry.provider.resource
+    named = telemetry.provider.resource.attributes
     expected = {"headrace.run.id": "run-1", "host.name": socket.gethostname(), "headrace.recipe": "quickstart"}
     assert {name: named[name] for name in expected} == expected
     telemetry.shutdown()

@@ -125,7 +125,7 @@ def ids(spans: Iterable[dict[str, object]]) -> list[tuple[object, object]]:
 
 
 @pytest.mark.parametrize("collector", [http_collector, grpc_collector])
-async def test_slow_failed_and_stuck_traces_are_sent_once_under_conventional_names(tmp_path: Path, collector) -> None:
+async def test_slow_failed_and_stuck_traces_are_sent_once_with_what_they_hold(tmp_path: Path, collector) -> None:
     rollouts = await make_run(tmp_path)
     assert trace_of(rollouts["slow"]) in slow_or_failed(tmp_path)
     with collector() as (url, collected), FileLock(tmp_path / "driver.lock"):
@@ -140,12 +140,11 @@ async def test_slow_failed_and_stuck_traces_are_sent_once_under_conventional_nam
     assert len(sent) == 4, "and the step's"
     assert len(set(ids(spans))) == len(spans) == 2 * 5 + 4 + 1
     by_name = {span["name"]: span for span in spans if span["trace_id"] in (trace_of(rollouts["failed"]), *sent)}
-    assert {"rl.sample", "rl.train", "chat", "invoke_agent"} == set(by_name)
+    assert {"rollout", "step", "chat", "invoke_agent"} == set(by_name)
     failed = next(span for span in spans if span["trace_id"] == trace_of(rollouts["failed"]) and not span["parent_id"])
     assert (failed["status"], failed["attributes"]["error.type"]) == (2, "infra")
-    assert failed["resource"]["rl.run.id"] == failed["resource"]["headrace.run.id"] == "r"
+    assert failed["resource"]["openinference.project.name"] == failed["resource"]["headrace.run.id"] == "r"
     turn = by_name["chat"]["attributes"]
-    assert (turn["gen_ai.operation.name"], turn["headrace.span"]) == ("chat", "turn")
     assert turn["gen_ai.usage.input_tokens"] == 100 + turn["headrace.turn.number"]
 
 
@@ -154,7 +153,7 @@ async def test_a_share_of_ordinary_traces_is_sent_whole(tmp_path: Path) -> None:
     with http_collector() as (url, collected):
         TraceExport(tmp_path, Receiver(url, "http/protobuf"), share=1.0).round(grace_s=0.0)
         spans = collected.spans()
-    assert len({span["trace_id"] for span in spans if span["name"] == "rl.sample"}) == 59
+    assert len({span["trace_id"] for span in spans if span["name"] == "rollout"}) == 59
     wanted = ids(
         span for span in SpanFolder.of_run(tmp_path).spans() if span["trace_id"] in {s["trace_id"] for s in spans}
     )
@@ -164,11 +163,11 @@ async def test_a_share_of_ordinary_traces_is_sent_whole(tmp_path: Path) -> None:
 async def test_a_collector_that_refuses_gets_everything_once_when_it_takes_spans(tmp_path: Path) -> None:
     await make_run(tmp_path)
     with http_collector() as (url, collected):
-        collected.refusing = True
+        collected.refusing = 503
         export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), share=1.0)
         assert not export.round(grace_s=0.0)
         assert not export.round(grace_s=0.0)
-        collected.refusing = False
+        collected.refusing = None
         # Another process continues.
         export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), share=1.0)
         assert export.round(grace_s=0.0)
@@ -191,9 +190,22 @@ async def test_no_span_is_sent_twice_after_kill_9_and_doubtful_traces_are_counte
     assert before > 0
     assert len(set(ids(spans))) == len(spans)
     assert 0 < export.cursor.unconfirmed < 59
-    whole = len({span["trace_id"] for span in spans if span["name"] == "rl.sample"})
+    whole = len({span["trace_id"] for span in spans if span["name"] == "rollout"})
     assert whole == (59 if when == "after" else 59 - export.cursor.unconfirmed)
     assert export.cursor.open == {}
+
+
+async def test_a_trace_that_the_collector_refuses_is_counted_and_the_others_follow(tmp_path: Path) -> None:
+    await make_run(tmp_path)
+    with http_collector() as (url, collected):
+        collected.poison = names.STEP
+        receiver = Receiver(url, "http/protobuf")
+        export = TraceExport(tmp_path, receiver, share=1.0)
+        assert export.round(grace_s=0.0)
+        spans = collected.spans()
+    assert len(set(ids(spans))) == len(spans) == 59 * 5
+    assert (export.cursor.refused, export.cursor.open) == (1, {})
+    assert Cursor.read(tmp_path / OBSERVER / CURSOR).refused == 1
 
 
 async def test_spans_of_other_nodes_that_come_after_the_observer_has_ended_are_sent_by_the_next(tmp_path: Path) -> None:
@@ -213,8 +225,8 @@ async def test_spans_of_other_nodes_that_come_after_the_observer_has_ended_are_s
         spans = collected.spans()
     assert len(set(ids(spans))) == len(spans)
     slow = [span for span in spans if span["trace_id"] == trace_of(rollouts["slow"])]
-    assert sorted(span["name"] for span in slow) == ["chat", "chat", "chat", "invoke_agent", "rl.sample"]
-    assert "rl.train" in {span["name"] for span in spans}
+    assert sorted(span["name"] for span in slow) == ["chat", "chat", "chat", "invoke_agent", "rollout"]
+    assert "step" in {span["name"] for span in spans}
 
 
 async def test_a_damaged_record_of_what_was_sent_is_refused(tmp_path: Path) -> None:

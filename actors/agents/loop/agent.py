@@ -173,8 +173,9 @@ class LoopAgent:
             if not self._config.malformed:
                 return None
             return Observation(parts=(ObservationPart(text=self._config.malformed, kind=PartKind.WARNING),))
-        attributes = {span_names.TOOL_NAME: action.name}
-        with tracer.start_as_current_span(span_names.TOOL, attributes=attributes), in_part(f"{TOOL}{action.name}"):
+        name = f"{span_names.TOOL} {action.name}"
+        attributes = {span_names.OPERATION: span_names.TOOL, span_names.TOOL_NAME: action.name}
+        with tracer.start_as_current_span(name, attributes=attributes), in_part(f"{TOOL}{action.name}"):
             observation = await episode.act(action)
         words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
         talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.actors.record.files.metrics import MetricsLog
 from headrace.serve.tracing.retention import RetentionConfig
-from headrace.serve.tracing.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing.telemetry import TelemetryConfig, TelemetryHandle, configure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +27,15 @@ class ActorTelemetry:
     """Limits on the files; None to rotate and remove nothing."""
 
     @contextmanager
-    def spans(self, process: str) -> Iterator[None]:
+    def spans(self, process: str) -> Iterator[TelemetryHandle]:
         """Export this process's spans to `<run>/spans/<process>-<pid>.jsonl` until the context ends."""
         if self.run_dir is None:
-            yield
+            yield TelemetryHandle(provider=None)
             return
         spans_dir = self.run_dir / "spans"
         handle = configure(self.config, process=f"{process}-{os.getpid()}", spans_dir=spans_dir, run_id=self.run_id)
         try:
-            yield
+            yield handle
         finally:
             handle.shutdown()
 

@@ -82,6 +82,7 @@ class Observer(ResourceOwner):
                 logger.error("no traces are sent, since the record of sent ones cannot be read: %s", error)
                 return self
             self._sending = group.create_task(self._send(self._export))
+            self._stack.callback(self._export.stop)
             self._stack.callback(self._sending.cancel)
         return self
 

@@ -6,6 +6,7 @@ Invariants:
   the collector costs neither memory nor spans, and the traces follow when it is back.
 - No span is sent twice, also after kill -9: what is about to be sent is recorded first, and what was being sent when
   the process died is not sent again, but counted as `unconfirmed`.
+- A trace that the collector refuses for good is counted as `refused`, and the others follow.
 - A stuck rollout is sent as far as it is known, and the rest when it has ended.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -25,7 +26,7 @@ import orjson
 from headrace.actors.record.files.run_directory import RunDirectory, identity_of
 from headrace.actors.telemetry.slow.in_flight import in_flight
 from headrace.actors.telemetry.spans.attempts import ended_attempts, slow_traces
-from headrace.actors.telemetry.spans.receiver import BATCH_SPANS
+from headrace.actors.telemetry.spans.receiver import BATCH_SPANS, Sent
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.tracing import span_names as names
@@ -35,7 +36,7 @@ from headrace.serve.tracing.tracing import trace_id_text
 class SendsSpans(Protocol):
     """A collector."""
 
-    def send(self, spans: Iterable[Mapping[str, Any]]) -> bool: ...
+    def send(self, spans: Collection[Mapping[str, Any]]) -> Sent: ...
 
 
 FOLDER: Final = "observer"
@@ -69,6 +70,8 @@ class Cursor:
     traces: int = 0
     unconfirmed: int = 0
     """Traces that were being sent when the process died."""
+    refused: int = 0
+    """Spans that the collector refused for good."""
 
     @classmethod
     def read(cls, path: Path) -> Cursor:
@@ -90,6 +93,7 @@ class TraceExport:
         self._path = self._directory.path / FOLDER / CURSOR
         self._path.parent.mkdir(exist_ok=True)
         self._one = Lock()
+        self._stopped = False
         self.cursor = Cursor.read(self._path)
         if self.cursor.sending:
             self.cursor.unconfirmed += len(self.cursor.sending)
@@ -109,26 +113,49 @@ class TraceExport:
             self._decide(until_s)
             return self._send_open() and self.cursor.through_s >= until_s
 
+    def stop(self) -> None:
+        """Send nothing more. A round that goes on in a thread would repeat what the next observer sends."""
+        self._stopped = True
+
     def _send_open(self) -> bool:
         """Send the open traces; return whether the collector took them all."""
         cursor = self.cursor
         for batch in batches(self._store, cursor):
-            cursor.sending = list(batch)
-            self._store_cursor()
-            if not self._receiver.send(span for spans in batch.values() for span in spans):
-                # The collector said no, or did not answer; it is asked again in the next round.
-                cursor.sending = []
-                self._store_cursor()
+            sent = self._send(batch)
+            if sent is Sent.REFUSED and len(batch) > 1:
+                # One trace may spoil the request for the others.
+                alone = (self._send({trace: spans}) for trace, spans in batch.items())
+                sent = Sent.LATER if Sent.LATER in alone else Sent.TAKEN
+            if sent is Sent.LATER:
                 return False
-            cursor.spans += sum(map(len, batch.values()))
-            cursor.traces += len(batch)
-            for trace, spans in batch.items():
-                if cursor.open[trace][1] == STUCK:
-                    cursor.stuck[trace] = max(span["end_ns"] for span in spans)
-            self._settle(cursor.sending)
         # What was chosen and has no span in the files (any more).
         self._settle(list(cursor.open))
         return True
+
+    def _send(self, batch: Mapping[str, list[dict[str, Any]]]) -> Sent:
+        """Send traces in one request, and settle them unless the collector is to be asked again. A refusal settles a
+        single trace only."""
+        if self._stopped:
+            return Sent.LATER
+        cursor, number = self.cursor, sum(map(len, batch.values()))
+        cursor.sending = list(batch)
+        self._store_cursor()
+        sent = self._receiver.send([span for spans in batch.values() for span in spans])
+        if sent is Sent.LATER or (sent is Sent.REFUSED and len(batch) > 1):
+            cursor.sending = []
+            self._store_cursor()
+            return sent
+        if sent is Sent.REFUSED:
+            cursor.refused += number
+            logger.warning("the collector refuses trace %s with %d spans", next(iter(batch)), number)
+        else:
+            cursor.spans += number
+            cursor.traces += len(batch)
+        for trace, spans in batch.items():
+            if cursor.open[trace][1] == STUCK:
+                cursor.stuck[trace] = max(span["end_ns"] for span in spans)
+        self._settle(cursor.sending)
+        return sent
 
     def _decide(self, until_s: float) -> None:
         cursor = self.cursor
@@ -182,11 +209,37 @@ def batches(store: SpanFolder, cursor: Cursor) -> Iterator[dict[str, list[dict[s
         for trace in traces:
             if trace in spans:
                 batch[trace] = spans[trace]
+                if cursor.open[trace][1] != STUCK:
+                    join_strays(batch[trace])
             if sum(map(len, batch.values())) >= BATCH_SPANS:
                 yield batch
                 batch = {}
         if batch:
             yield batch
+
+
+def join_strays(spans: list[dict[str, Any]]) -> None:
+    """Put the agent's own spans of a whole trace below the span of the agent if their parents lead nowhere: they were
+    never sent, or form a circle."""
+    agents = [span["span_id"] for span in spans if span["name"].startswith(names.AGENT) and not _is_sent(span)]
+    sent = {span["span_id"]: span for span in spans if _is_sent(span)}
+    joined = {span["span_id"] for span in spans} - sent.keys()
+    for span in sent.values():
+        way, each = [], span
+        while each["span_id"] not in joined:
+            joined.add(each["span_id"])
+            way.append(each)
+            parent = each["parent_id"]
+            if parent in joined and parent not in {passed["span_id"] for passed in way}:
+                break
+            if parent in sent and parent not in joined:
+                each = sent[parent]
+            elif agents:
+                each["parent_id"] = each["otlp"]["scopeSpans"][0]["spans"][0]["parentSpanId"] = agents[0]
+
+
+def _is_sent(span: Mapping[str, Any]) -> bool:
+    return bool(span["attributes"].get(names.SENDER) == "agent")
 
 
 def stuck_traces(directory: RunDirectory) -> Iterator[tuple[str, float]]:

@@ -31,8 +31,9 @@ def write_perfetto(path: Path, spans: Iterable[Mapping[str, Any]]) -> int:
                 "pid": process,
                 "tid": thread,
                 "ts": span["start_ns"] / 1000,
-                "dur": (span["end_ns"] - span["start_ns"]) / 1000,
-                "args": {"trace_id": span["trace_id"], "status": span["status"], **span.get("attributes", {})},
+                # A clock that was set back may have ended a span before its start.
+                "dur": max(0, span["end_ns"] - span["start_ns"]) / 1000,
+                "args": {"trace_id": span["trace_id"], "status": span["status"], **span["attributes"]},
             }
             file.write((b",\n" if number else b"\n") + orjson.dumps(event))
             number += 1
@@ -61,14 +62,14 @@ def write_parquet(path: Path, spans: Iterable[Mapping[str, Any]]) -> int:
             rows.append(
                 {
                     **{name: span[name] for name in ("name", "trace_id", "span_id", "parent_id", "status")},
-                    "detail": span.get("detail"),
+                    "detail": span["detail"] or None,
                     "start": span["start_ns"],
                     "end": span["end_ns"],
                     "seconds": (span["end_ns"] - span["start_ns"]) / 1e9,
                     "process": resource.get("service.instance.id"),
                     "host": resource.get("host.name"),
                     "run": resource.get("headrace.run.id"),
-                    "attributes": orjson.dumps(span.get("attributes", {})).decode(),
+                    "attributes": orjson.dumps(span["attributes"]).decode(),
                 }
             )
             number += 1

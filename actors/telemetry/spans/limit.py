@@ -104,8 +104,7 @@ def _remove(store: SpanFolder, path: Path, traces: frozenset[str]) -> Counter[st
     gone = Counter({SLOW_OR_FAILED if KEPT in path.name else ORDINARY: len(spans) - len(stay)})
     _count(store, gone + Counter({TORN: store.torn - torn_before}))
     if stay:
-        lines = [orjson.dumps({"resource": stay[0]["resource"]})]
-        lines += [orjson.dumps({name: value for name, value in span.items() if name != "resource"}) for span in stay]
+        lines = [orjson.dumps({"resourceSpans": [span["otlp"]]}) for span in stay]
         modified = path.stat()
         data = zstandard.ZstdCompressor(level=_LEVEL).compress(b"\n".join(lines) + b"\n")
         replace_file(_kept_path(path), data)

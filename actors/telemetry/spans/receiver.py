@@ -1,35 +1,62 @@
-"""An OpenTelemetry collector, to which recorded spans are sent by the SDK's own exporters.
+"""An OpenTelemetry collector, to which stored spans are sent over OTLP.
 
-Invariant: a span is sent with the ids and times that it was recorded with, so that sending it again would not make it
-another one.
+The SDK's exporters take spans of the SDK only; here the stored lines become the request. The exporters' settings from
+the environment that concern access are honoured: OTEL_EXPORTER_OTLP_HEADERS and OTEL_EXPORTER_OTLP_CERTIFICATE, also
+with TRACES_ (https://opentelemetry.io/docs/specs/otel/protocol/exporter/).
+
+Invariant: a span is sent with the ids and times that it was recorded with, so sending it again does not make it another
+one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gzip
+import logging
+import os
+import ssl
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
+from http.client import HTTPException
 from itertools import islice
+from pathlib import Path
 from typing import Any, Final
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
+import grpc
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
+from opentelemetry.util.re import parse_env_headers
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.telemetry.spans.conventions import (
-    conventional_attributes,
-    conventional_name,
-    conventional_resource,
-    kind_of,
-)
 from headrace.serve.tracing.telemetry import EXAMPLES, OtlpProtocol, check_receiver
 
 BATCH_SPANS: Final = 512
 """Spans in one request."""
 EXPORT_S: Final = 10.0
-"""Time that a collector gets for one request, including the exporter's own retries."""
-SCOPE: Final = InstrumentationScope("headrace")
+"""Time that a collector gets for one request."""
+_REFUSED_HTTP: Final = frozenset({400, 413, 422})
+"""Answers that blame the request. After all others it is sent again: also after those that a collector gives to every
+request while it is not set up (401, 404, 500)."""
+_REFUSED_GRPC: Final = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE})
+
+logger = logging.getLogger(__name__)
+
+
+class Sent(Enum):
+    """Result of a request."""
+
+    TAKEN = "taken"
+    LATER = "later"
+    """The collector is away, slow, overloaded or not set up; the same request may succeed later."""
+    REFUSED = "refused"
+    """The collector does not take this request, now or later."""
 
 
 class Receiver:
@@ -37,57 +64,98 @@ class Receiver:
 
     def __init__(self, url: str, protocol: OtlpProtocol) -> None:
         self.url = url
-        self._exporter: SpanExporter
+        self.rejected = 0
+        """Spans that the collector rejected of requests that it took."""
+        self._last = Sent.TAKEN
+        headers, certificate = _setting("HEADERS"), _setting("CERTIFICATE")
+        self._headers = parse_env_headers(headers, liberal=True) if headers else {}
+        self._tls = ssl.create_default_context(cafile=certificate or None) if url.startswith("https") else None
+        self._channel: grpc.Channel | None = None
         if protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+            target = url.partition("://")[2].rstrip("/")
+            if self._tls is not None:
+                roots = Path(certificate).read_bytes() if certificate else None
+                self._channel = grpc.secure_channel(target, grpc.ssl_channel_credentials(roots))
+            else:
+                self._channel = grpc.insecure_channel(target)
 
-            self._exporter = GrpcExporter(endpoint=url, insecure=url.startswith("http://"), timeout=EXPORT_S)
-        else:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-            self._exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_S)
-        self._resources: dict[int, tuple[Mapping[str, Any], Resource]] = {}
-
-    def send(self, spans: Iterable[Mapping[str, Any]]) -> bool:
-        """Send recorded spans in one request; return whether the collector took them, within about `EXPORT_S`."""
-        readable = []
-        for span in spans:
-            found = span["resource"]
-            # The reader gives all spans of a process one object, which is held so that its id stays its own.
-            known = self._resources.get(id(found))
-            if known is None:
-                known = self._resources[id(found)] = found, Resource(conventional_resource(found))
-            readable.append(readable_span(span, known[1]))
-        return self._exporter.export(readable) is SpanExportResult.SUCCESS
+    def send(self, spans: Collection[Mapping[str, Any]]) -> Sent:
+        """Send stored spans, as `store.span_of` returns them, in one request, within about `EXPORT_S`."""
+        request = request_of(spans)
+        by = self._by_http if self._channel is None else self._by_grpc
+        sent, why = by(request)
+        if sent is not Sent.TAKEN and sent is not self._last:
+            again = "and is asked again" if sent is Sent.LATER else "for good"
+            logger.warning("%s does not take %d spans, %s: %s", self.url, len(spans), again, why)
+        self._last = sent
+        return sent
 
     def close(self) -> None:
-        self._exporter.shutdown()
+        if self._channel is not None:
+            self._channel.close()
+
+    def _by_http(self, request: ExportTraceServiceRequest) -> tuple[Sent, str]:
+        headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "gzip", **self._headers}
+        body = gzip.compress(request.SerializeToString(), compresslevel=1)
+        posted = urllib.request.Request(self.url, body, headers)
+        try:
+            with urllib.request.urlopen(posted, timeout=EXPORT_S, context=self._tls) as answer:
+                self._take(ExportTraceServiceResponse.FromString(answer.read()))
+        except urllib.error.HTTPError as error:
+            sent = Sent.REFUSED if error.code in _REFUSED_HTTP else Sent.LATER
+            return sent, f"status {error.code} {error.read(200).decode(errors='replace')}"
+        except (OSError, HTTPException) as error:
+            return Sent.LATER, str(error)
+        except DecodeError:
+            # An answer in JSON, or none of OTLP's: with status 200 the spans were taken.
+            pass
+        return Sent.TAKEN, ""
+
+    def _by_grpc(self, request: ExportTraceServiceRequest) -> tuple[Sent, str]:
+        stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            self._take(stub.Export(request, timeout=EXPORT_S, metadata=tuple(self._headers.items())))
+        except grpc.RpcError as error:
+            code = error.code()
+            return (Sent.REFUSED if code in _REFUSED_GRPC else Sent.LATER), f"{code} {error.details()}"
+        return Sent.TAKEN, ""
+
+    def _take(self, response: ExportTraceServiceResponse) -> None:
+        if rejected := response.partial_success.rejected_spans:
+            self.rejected += rejected
+            logger.warning("%s rejects %d spans: %s", self.url, rejected, response.partial_success.error_message)
 
 
-def readable_span(span: Mapping[str, Any], resource: Resource) -> ReadableSpan:
-    """Return a recorded span as the SDK's exporters take it, under its conventional names."""
-    name, attributes = span["name"], span.get("attributes", {})
-    code = {"ok": StatusCode.OK, "error": StatusCode.ERROR}.get(span["status"], StatusCode.UNSET)
-    return ReadableSpan(
-        name=conventional_name(name, attributes),
-        context=context_of(span["trace_id"], span["span_id"]),
-        parent=context_of(span["trace_id"], span["parent_id"]) if span["parent_id"] else None,
-        resource=resource,
-        attributes=conventional_attributes(name, attributes),
-        events=[Event(each["name"], each["attributes"], each["time_ns"]) for each in span.get("events", ())],
-        links=[
-            Link(context_of(each["trace_id"], each["span_id"]), each["attributes"]) for each in span.get("links", ())
-        ],
-        kind=kind_of(name),
-        status=Status(code, span.get("detail") if code is StatusCode.ERROR else None),
-        start_time=span["start_ns"],
-        end_time=span["end_ns"],
-        instrumentation_scope=SCOPE,
-    )
+def request_of(spans: Iterable[Mapping[str, Any]]) -> ExportTraceServiceRequest:
+    """Return the request with these stored spans; those of one process share a resource."""
+    groups: dict[int, dict[str, Any]] = {}
+    for span in spans:
+        # The reader gives all spans of a process one object.
+        group = groups.setdefault(id(span["resource"]), {"resource": span["otlp"]["resource"], "scopeSpans": []})
+        group["scopeSpans"] += [
+            {**scope, "spans": [_with_bytes(each) for each in scope["spans"]]} for scope in span["otlp"]["scopeSpans"]
+        ]
+    # Fields of a later version of OTLP are not ours to refuse.
+    document = {"resourceSpans": list(groups.values())}
+    request: ExportTraceServiceRequest = ParseDict(document, ExportTraceServiceRequest(), ignore_unknown_fields=True)
+    return request
 
 
-def context_of(trace_id: str, span_id: str) -> SpanContext:
-    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+def _with_bytes(span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a span or link with its ids as protobuf's JSON has bytes; OTLP's own has them in hexadecimal."""
+    ids = {
+        name: b64encode(bytes.fromhex(span[name])).decode()
+        for name in ("traceId", "spanId", "parentSpanId")
+        if name in span
+    }
+    links = {"links": [_with_bytes(each) for each in span["links"]]} if "links" in span else {}
+    return {**span, **ids, **links}
+
+
+def _setting(name: str) -> str:
+    """Return a setting of the OTLP exporters from the environment."""
+    general = os.environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", "") or general
 
 
 def send_all(url: str, protocol: str, spans: Iterable[Mapping[str, Any]]) -> int:
@@ -102,7 +170,7 @@ def send_all(url: str, protocol: str, spans: Iterable[Mapping[str, Any]]) -> int
     receiver, number = Receiver(url, protocol), 0
     remaining = iter(spans)
     while batch := list(islice(remaining, BATCH_SPANS)):
-        if not receiver.send(batch):
+        if receiver.send(batch) is not Sent.TAKEN:
             raise ConfigError(f"{url} does not take spans ({number} were sent before): is a collector running there?")
         number += len(batch)
     receiver.close()

@@ -21,6 +21,7 @@ import orjson
 import zstandard
 
 from headrace.actors.record.files.node_copies import folders_of_nodes
+from headrace.serve.tracing.otlp_lines import STATUSES, values_of
 from headrace.serve.tracing.span_files import LOST_SUFFIX, ZSTD
 
 FOLDER: Final = "spans"
@@ -33,9 +34,9 @@ KEPT: Final = ".kept"
 BEING_WRITTEN_S: Final = 60.0
 """Age below which a line without an end is one that is being written."""
 _NUMBERED: Final = re.compile(r"^(?P<process>.+)\.(?P<number>\d{6,})(?:\.kept)?\.jsonl(?:\.zst)?$")
-_TRACE_ID: Final = re.compile(rb'"trace_id":"([0-9a-f]{32})"')
-_CHILD: Final = re.compile(rb'"parent_id":"[0-9a-f]')
-_WITHIN: Final = 512
+_TRACE_ID: Final = re.compile(rb'"traceId":"([0-9a-f]{32})"')
+_CHILD: Final = re.compile(rb'"parentSpanId":"[0-9a-f]')
+_SCOPE: Final = b',"scopeSpans":'
 _MARGIN_S: Final = 60.0
 """Clocks of two hosts and the times of files may differ by this much."""
 
@@ -81,8 +82,7 @@ class SpanFolder:
         roots: bool = False,
     ) -> Iterator[dict[str, Any]]:
         """Yield the spans that ended in [since_s, until_s) (Unix time), file by file: of these traces if given, and
-        with `roots` only those without a parent. Each has `resource` beside what its writer recorded
-        (docs/run_directory.md)."""
+        with `roots` only those without a parent. Each is as `span_of` returns it."""
         wanted = None if traces is None else frozenset(each.encode() for each in traces)
         since_ns = int(since_s * 1e9)
         until_ns = None if until_s == float("inf") else int(until_s * 1e9)
@@ -99,25 +99,24 @@ class SpanFolder:
     ) -> Iterator[dict[str, Any]]:
         """Yield the spans of one file, which may vanish at any time; with `wanted`, only those of these traces, and
         with `roots` only those without a parent."""
-        resource: dict[str, Any] | None = None
         try:
             with path.open("rb") as file:
                 reader = zstandard.ZstdDecompressor().stream_reader(file, closefd=False)
                 for line in io.BufferedReader(reader) if path.name.endswith(ZSTD) else file:
                     # Most lines are not wanted; searching is cheaper than parsing.
-                    if roots and _CHILD.search(line, 0, _WITHIN):
+                    if roots and _CHILD.search(line):
                         continue
-                    found = None if wanted is None else _TRACE_ID.search(line, 0, _WITHIN)
-                    if found is not None and wanted is not None and found[1] not in wanted:
+                    if wanted is not None and (found := _TRACE_ID.search(line)) and found[1] not in wanted:
                         continue
-                    document = parsed(line)
-                    if document is None:
-                        self.torn += line.endswith(b"\n") or changed_s(path) < time.time() - BEING_WRITTEN_S
-                    elif "resource" in document and "trace_id" not in document:
+                    try:
                         # One object for all files of a process, however many spans are held.
-                        resource = self._resources.setdefault(line, document["resource"])
-                    elif wanted is None or document["trace_id"].encode() in wanted:
-                        yield document | {"resource": resource or {}}
+                        key = line.partition(_SCOPE)[0]
+                        span = span_of(orjson.loads(line), self._resources.get(key))
+                    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError, AttributeError):
+                        self.torn += line.endswith(b"\n") or changed_s(path) < time.time() - BEING_WRITTEN_S
+                        continue
+                    self._resources.setdefault(key, span["resource"])
+                    yield span
         except FileNotFoundError:
             return
         except zstandard.ZstdError:
@@ -150,16 +149,32 @@ def changed_s(path: Path) -> float:
         return 0.0
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a span or a resource; None if the line is neither."""
-    try:
-        document = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(document, dict):
-        return None
-    if isinstance(document.get("resource"), dict):
-        return document
-    if isinstance(document.get("trace_id"), str) and isinstance(document.get("end_ns"), int):
-        return document
-    return None
+def span_of(document: dict[str, Any], resource: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the span of a line: `name`, `trace_id`, `span_id`, `parent_id` ("" for a root), `start_ns`, `end_ns`
+    (nanoseconds since 1970), `status`, `detail` (text of the status), `attributes`, `events`, `links`, and the
+    attributes of its `resource`, which are those given if they are known. `otlp` is the document's element. Raises
+    AttributeError, LookupError, TypeError, ValueError for anything else."""
+    [group] = document["resourceSpans"]
+    [[span]] = [scope["spans"] for scope in group["scopeSpans"]]
+    status = span.get("status", {})
+    return {
+        "name": str(span["name"]),
+        "trace_id": f"{int(span['traceId'], 16):032x}",
+        "span_id": f"{int(span['spanId'], 16):016x}",
+        "parent_id": span.get("parentSpanId", ""),
+        "start_ns": int(span["startTimeUnixNano"]),
+        "end_ns": int(span["endTimeUnixNano"]),
+        "status": STATUSES[status.get("code", 0)],
+        "detail": status.get("message", ""),
+        "attributes": values_of(span.get("attributes", ())),
+        "events": [
+            {"name": each["name"], "time_ns": int(each["timeUnixNano"]), "attributes": values_of(each["attributes"])}
+            for each in span.get("events", ())
+        ],
+        "links": [
+            {"trace_id": each["traceId"], "span_id": each["spanId"], "attributes": values_of(each["attributes"])}
+            for each in span.get("links", ())
+        ],
+        "resource": values_of(group["resource"]["attributes"]) if resource is None else resource,
+        "otlp": group,
+    }

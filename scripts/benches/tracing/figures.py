@@ -33,8 +33,10 @@ from headrace.serve.tracing.telemetry import TelemetryConfig
 
 PARTS: Final = ("span", "quickstart", "gateway", "simulated", "collector")
 BOUNDS: Final = {
-    "cpu_overhead": 0.02,
-    "gateway_cpu_overhead": 0.03,
+    "span_us": 60.0,
+    "span_ms_per_rollout": 1.5,
+    "cpu_overhead": 0.08,
+    "gateway_cpu_overhead": 0.05,
     "bytes_per_turn": 250.0,
     "collector_down_ratio": 1.05,
 }
@@ -63,6 +65,9 @@ def measure(parts: tuple[str, ...], quickstart: Path, *, pairs: int, quick: bool
     for part in parts:
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
             figures |= measured[part](Path(folder))
+    if "span_us" in figures and "quickstart_spans" in figures:
+        stored = figures["quickstart_spans"]
+        figures["span_ms_per_rollout"] = figures["span_us"] * stored["spans"] / stored["rollouts"] / 1000
     return figures
 
 
@@ -153,15 +158,17 @@ def simulated_run(folder: Path, telemetry: TelemetryConfig) -> Loaded:
 
 def stored_spans(folder: Path) -> dict[str, float]:
     """Return the size of the stored span files, and what a turn, and a span, takes of it."""
-    spans = turns = 0
+    spans = turns = rollouts = 0
     for span in SpanFolder(folder).spans():
         spans += 1
         turns += span["name"] == span_names.TURN
+        rollouts += span["name"] == span_names.ROLLOUT
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {
         "bytes": size,
         "spans": spans,
         "turns": turns,
+        "rollouts": rollouts,
         "bytes_per_turn": size / turns,
         "bytes_per_span": size / spans,
     }

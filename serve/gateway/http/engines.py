@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.trajectories.breakdown import GATE
@@ -227,7 +227,7 @@ class EnginePool:
         """Call the engine and record the outcome in a span."""
         # The usage of tokens is recorded once, on the span of the turn.
         attributes: dict[str, AttributeValue] = {span_names.ENGINE_ID: str(engine_id)}
-        with self._tracer.start_as_current_span(span_names.ENGINE, attributes=attributes) as span:
+        with self._tracer.start_as_current_span(span_names.ENGINE, kind=SpanKind.CLIENT, attributes=attributes) as span:
             began_s, outcome = self._clock(), None
             closed_s = self.router.closed_s(engine_id, began_s)
             try:
@@ -240,8 +240,15 @@ class EnginePool:
             if isinstance(outcome, EngineError):
                 span.record_exception(outcome)
             elif span.is_recording():
+                reported = {
+                    span_names.ENGINE_QUEUE_S: outcome.queue_s,
+                    span_names.ENGINE_PREFILL_S: outcome.prefill_s,
+                    span_names.ENGINE_TOTAL_S: outcome.total_s,
+                }
+                span.set_attributes({name: seconds for name, seconds in reported.items() if seconds is not None})
                 span.set_attributes(
                     {
+                        span_names.HELD_S: held_s,
                         span_names.CACHED_TOKENS: outcome.cached_tokens,
                         span_names.RETRACTIONS: outcome.retractions,
                         span_names.VERSIONS: [str(part.version) for part in outcome.spans],

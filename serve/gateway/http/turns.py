@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import SpanKind, Tracer, get_current_span
 
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.trajectories.breakdown import RENDER
@@ -63,6 +64,7 @@ from headrace.serve.gateway.parsing.scanner import THINK
 from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.work import Renders
 from headrace.serve.tracing import span_names
+from headrace.serve.tracing.foreign_spans import AgentTrace
 from headrace.serve.tracing.tracing import context_from
 
 T = TypeVar("T")
@@ -114,9 +116,11 @@ class LiveSession:
     keys: BoundedCache[str, bool] = field(default_factory=lambda: BoundedCache(MAX_KEYS))
     """Idempotency keys of earlier requests."""
     context: Context = field(init=False)
+    agent_trace: AgentTrace = field(init=False)
 
     def __post_init__(self) -> None:
         self.context = context_from(self.core.spec.traceparent)
+        self.agent_trace = AgentTrace(get_current_span(self.context).get_span_context(), time.time())
 
     @property
     def attempt(self) -> tuple[str, int] | None:
@@ -341,7 +345,7 @@ class Turns:
             live.exhaust(budget)
             return core.final_answer()
         turn_id = core.next_turn_id()
-        with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
+        with self._tracer.start_as_current_span(span_names.TURN, context=live.context, kind=SpanKind.SERVER) as span:
             began_s = self._clock()
             try:
                 match, delta = await self.prompts.render(live, match, request)
@@ -364,10 +368,12 @@ class Turns:
                 span.set_attributes(
                     {
                         span_names.OPERATION: "chat",
+                        span_names.PROVIDER: "headrace",
                         span_names.CONVERSATION_ID: str(core.spec.session_id),
                         span_names.TURN_NUMBER: core.turns,
                         span_names.RENDER_S: rendered_s - began_s,
                         span_names.INPUT_TOKENS: event.answer.prompt_tokens,
+                        span_names.CACHE_READ_TOKENS: completion.cached_tokens,
                         span_names.OUTPUT_TOKENS: event.answer.completion_tokens,
                         span_names.MAX_TOKENS: plan.max_new_tokens,
                         span_names.TEMPERATURE: core.spec.sampling.temperature,
