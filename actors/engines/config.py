@@ -44,6 +44,9 @@ class SGLangSection(BaseModel):
     report_times: bool = True
     """Start servers with `--enable-metrics`, so that replies report the time in the queue and to the first token, which
     `headrace trace` then tells apart. The servers also answer /metrics, without a key."""
+    traces: bool = False
+    """Start servers with `--enable-trace`, so that the spans of their requests (queue, prefill, decode) become part of
+    the rollouts' traces. SGLang's environment needs OpenTelemetry's SDK and OTLP exporters for it."""
     arguments: tuple[str, ...] = ()
     """Additional options of sglang.launch_server; they override options that follow from other keys."""
 

@@ -25,6 +25,7 @@ from headrace.actors.engines.host import EngineHost, ServerPlan, server_process
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin, address
 from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.actors.nodes import Role
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
@@ -64,6 +65,9 @@ class EngineContext:
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keys: EngineKeyFiles = field(default_factory=EngineKeyFiles)
     snapshots: tuple[Path, ...] = ()
+    observing: ActorTelemetry
+    traces_url: str = ""
+    """Receiver of the spans of local engines."""
 
 
 class Fleet:
@@ -238,6 +242,7 @@ class Fleet:
             EngineHost,
             config,
             plan,
+            self._context.observing,
             name=engine_id,
             resources=Resources(
                 cpus=config.cpus,
@@ -266,6 +271,7 @@ class Fleet:
             devices=devices,
             key_file=context.keys.own,
             weights=context.snapshots,
+            traces_url=context.traces_url,
         )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:

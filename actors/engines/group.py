@@ -33,6 +33,7 @@ from headrace.actors.engines.devices import plan_devices, visible_devices
 from headrace.actors.engines.fleet import EngineContext, Fleet, attached_id
 from headrace.actors.engines.gate import GatewayGate
 from headrace.actors.engines.health import HealthChecks, leave, recover, router_workers
+from headrace.actors.engines.host import receiver_of
 from headrace.actors.engines.journal import PushJournal
 from headrace.actors.engines.members_file import EngineStatus, read_roster
 from headrace.actors.engines.pusher import Publisher, Pusher
@@ -87,7 +88,12 @@ class EngineGroup:
         self._key_file, self._published = ((shared or self._directory) / name for name in ("key", "weights"))
         self._readable = (self._published, *snapshots)
         self._context = EngineContext(
-            model_dir=model_dir, directory=self._directory, seed=seed, push=push_config, runtime=runtime
+            model_dir=model_dir,
+            directory=self._directory,
+            seed=seed,
+            push=push_config,
+            runtime=runtime,
+            observing=observing,
         )
         self._stack, self._registry = AsyncExitStack(), EngineRegistry()
         self._gate = GatewayGate(gateways, self._registry)
@@ -96,7 +102,7 @@ class EngineGroup:
         self._requests = RequestBox(self._directory / "requests")
 
     async def __aenter__(self) -> Self:
-        self._stack.enter_context(self._observing.spans("engines"))
+        tracing = self._stack.enter_context(self._observing.spans("engines"))
         self._directory.mkdir(parents=True, exist_ok=True)
         make_key(self._key_file)
         try:
@@ -104,7 +110,10 @@ class EngineGroup:
             devices = plan_devices(self._config, self._push_config, visible_devices())
             self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
             keys = EngineKeyFiles(own=self._key_file, attached=self._config.key_file)
-            context = replace(self._context, devices=devices.engines, keys=keys, snapshots=self._readable)
+            url = await self._stack.enter_async_context(receiver_of(self._config, tracing))
+            context = replace(
+                self._context, devices=devices.engines, keys=keys, snapshots=self._readable, traces_url=url
+            )
             self._fleet = Fleet(self._config, self._registry, context, self._http)
             readers = DirectoryReaders(is_member=self._fleet.members.__contains__)
             directories = SnapshotDirectories(self._published, self._context.model_dir, readers)

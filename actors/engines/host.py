@@ -8,6 +8,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
@@ -17,9 +19,12 @@ from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.policies.errors import EngineUnavailable
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
+from headrace.serve.tracing.otlp_server import otlp_server
 
 if TYPE_CHECKING:
     from headrace.actors.engines.config import EnginesConfig
+    from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+    from headrace.serve.tracing.telemetry import TelemetryHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +39,19 @@ class HostedEngine:
 class EngineHost(ResourceOwner):
     """Starts one engine on this actor's host. The plan's paths must be the same on every host."""
 
-    def __init__(self, config: EnginesConfig, plan: ServerPlan) -> None:
+    def __init__(self, config: EnginesConfig, plan: ServerPlan, observing: ActorTelemetry) -> None:
         super().__init__()
         self._config = config
         self._plan = plan
+        self._observing = observing
 
     async def __aenter__(self) -> Self:
         self._node = node_address()
-        self._process = server_process(self._config, replace(self._plan, host=self._node))
+        url = ""
+        if self._config.sglang.traces:
+            tracing = self._stack.enter_context(self._observing.spans(self._plan.name))
+            url = await self._stack.enter_async_context(receiver_of(self._config, tracing))
+        self._process = server_process(self._config, replace(self._plan, host=self._node, traces_url=url))
         await self._process.start()
         self._stack.push_async_callback(self._process.stop)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -63,7 +73,7 @@ class ServerPlan:
     """Parameters of an engine to start. It binds to `host`, and its files in `directory` have the stem `name`.
     `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, on the engine's side.
     `devices` are its CUDA devices; if empty, it sees those of its parent. `key_file` has its key, and `weights` are the
-    folders from which an embedded engine loads weights."""
+    folders from which an embedded engine loads weights. SGLang sends its spans to `traces_url`, if there is one."""
 
     name: str
     model_dir: Path
@@ -74,6 +84,18 @@ class ServerPlan:
     devices: tuple[str, ...] = ()
     key_file: Path | None = None
     weights: tuple[Path, ...] = ()
+    traces_url: str = ""
+
+
+@asynccontextmanager
+async def receiver_of(config: EnginesConfig, tracing: TelemetryHandle) -> AsyncIterator[str]:
+    """Take the spans of engines on this host, if the recipe wants them; yield the receiver's URL, or ""."""
+    intake = tracing.intake() if config.backend == "sglang" and config.sglang.traces else None
+    if intake is None:
+        yield ""
+        return
+    async with otlp_server(intake) as url:
+        yield url
 
 
 def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
@@ -95,6 +117,7 @@ def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
                 tensor_parallel=config.tensor_parallel,
                 dtype=config.dtype,
                 report_times=config.sglang.report_times,
+                traces_url=plan.traces_url,
                 arguments=config.sglang.arguments,
                 start_timeout_s=config.start_timeout_s,
             )

@@ -64,6 +64,8 @@ class SGLangServerConfig(ServerConfig):
     report_times: bool = True
     """Start the server with `--enable-metrics`: each reply then reports the time in the queue and to the first token,
     and the server answers /metrics, without a key."""
+    traces_url: str = ""
+    """OTLP/HTTP receiver to which the server sends spans of its requests (`--enable-trace`); empty for none."""
     arguments: tuple[str, ...] = ()
     """Additional options for sglang.launch_server; they override the others."""
     start_timeout_s: float = Field(default=180.0, gt=0)
@@ -176,7 +178,8 @@ def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tup
     }
     device = cpu_arguments(version) if config.device == "cpu" else ("--device", "cuda")
     times = ("--enable-metrics",) if config.report_times else ()
-    return (*option_list(options), *device, *times, *config.arguments)
+    traces = ("--enable-trace", "--otlp-traces-endpoint", config.traces_url) if config.traces_url else ()
+    return (*option_list(options), *device, *times, *traces, *config.arguments)
 
 
 def cpu_arguments(version: str) -> tuple[str, ...]:
@@ -202,6 +205,8 @@ def server_environment(config: SGLangServerConfig) -> dict[str, str]:
         if config.tensor_parallel > 1:
             # Without this SGLang requires a NUMA node for each rank.
             settings |= {"SGLANG_CPU_OMP_THREADS_BIND": shares_of(os.sched_getaffinity(0), config.tensor_parallel)}
+    if config.traces_url:
+        settings |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     if config.devices:
         settings |= {"CUDA_VISIBLE_DEVICES": ",".join(config.devices)}
     inherited = {

@@ -36,6 +36,10 @@ _COMMON: Final = (
     "numpy==2.4.6",
     "openai-harmony==0.0.4",
     "openai==2.8.0",
+    # For `--enable-trace`.
+    "opentelemetry-exporter-otlp-proto-grpc==1.45.2",
+    "opentelemetry-exporter-otlp-proto-http==1.45.2",
+    "opentelemetry-sdk==1.45.2",
     "orjson==3.13.0",
     "outlines==0.1.11",
     "packaging==26.3",

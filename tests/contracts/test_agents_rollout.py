@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry import trace
 
 from headrace.actors.agents.programs.agent import Agent
 from headrace.actors.agents.programs.claude_code import ClaudeCode, ClaudeCodeConfig
@@ -19,6 +20,7 @@ from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.rollouts import rollout, worker
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
@@ -39,10 +41,12 @@ from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
+from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.telemetry import TelemetryConfig
 from support import agent_rig as rigs
 from support import repositories
 from support import run_rig as runs
+from support.recorded_spans import attributes_of, recorded_spans
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 MAX_OTHER = 0.02
@@ -60,9 +64,11 @@ async def image_with_pytest(pool: SandboxPool) -> ImageRef:
 
 
 @asynccontextmanager
-async def running(directory: RunDirectory, engine: Any, tokenizer_dir: Path, agent: Agent) -> AsyncIterator[Replay]:
+async def running(
+    directory: RunDirectory, engine: Any, tokenizer_dir: Path, agent: Agent, *, tracing: bool = False
+) -> AsyncIterator[Replay]:
     """Every actor of a run but engines and learner, in this process, at work."""
-    observing = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+    observing = ActorTelemetry(config=TelemetryConfig(enabled=tracing), run_dir=directory.path)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         section = SandboxSection(pool=PoolConfig(max_live=8, evaluation_reserve=2))
@@ -160,6 +166,46 @@ async def test_claude_code_fixes_a_repository_and_is_trained_on_it(tmp_path: Pat
     assert "In this repository: mean([]) raises" in engine.sampled[0].prompt
 
 
+async def test_the_spans_of_claude_code_are_part_of_the_rollouts_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own telemetry, whose beta has spans of requests and tools."""
+    rigs.needs("claude-code")
+    rigs.write_tokenizer(tmp_path / "model")
+    script = OneOfTwo(mends_of_claude_code("git diff --stat; git status --short"))
+    settings = ClaudeCodeConfig(bare=True, traces=True)
+    agent = ClaudeCode(ProgramConfig(prompt="In this repository: {instruction}"), settings)
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.path.mkdir()
+    engine = rigs.scripted.ScriptedEngine.of(tmp_path / "model", rigs.STOP, script)
+    # A process has one global provider, and this one has other tests.
+    monkeypatch.setattr(trace, "set_tracer_provider", lambda provider: None)
+    with recorded_spans(monkeypatch, worker, rollout) as recorded:
+        async with (
+            rigs.scripted.serving(engine),
+            running(directory, engine, tmp_path / "model", agent, tracing=True) as replay,
+        ):
+            version = (await replay.status()).head
+            assert version is not None
+            batch = await replay.take(version, timeout_s=100)
+        assert batch is not None, [answer.text for answer in engine.sampled]
+    # The end of the test cancels further rollouts.
+    ended = [span for span in recorded.named(names.AGENT) if names.AGENT_STOP in attributes_of(span)]
+    agents = {f"{span.context.span_id:016x}": span for span in ended if span.context}
+    spans = list(SpanFolder.of_run(directory.path).spans())
+    sent = [span for span in spans if span["attributes"].get(names.SENDER) == "agent" and span["parent_id"]]
+    assert {"claude_code.interaction", "claude_code.llm_request", "claude_code.tool"} <= {s["name"] for s in sent}
+    assert {span["resource"]["service.name"] for span in sent} == {"claude-code"}
+    roots = [span for span in sent if span["parent_id"] in agents]
+    assert {span["parent_id"] for span in roots} == set(agents), "each rollout has its own"
+    known = {span["span_id"] for span in sent}
+    assert all(span["parent_id"] in known or span["parent_id"] in agents for span in sent), "one tree"
+    by_trace = {f"{span.context.trace_id:032x}": span for span in ended if span.context}
+    for span in sent:
+        of = by_trace[span["trace_id"]]
+        assert of.start_time <= span["start_ns"] <= span["end_ns"] <= of.end_time
+
+
 RUN_TESTS = f"PYTHONPATH={repositories.PYTEST}:. python3 -m pytest -q -p no:cacheprovider tests"
 MEND = "sed -i 's/^    return sum.*/    return sum(numbers) \\/ len(numbers) if numbers else 0.0/' calc.py"
 
@@ -251,7 +297,8 @@ def test_a_recipe_selects_its_agent_by_name(agent: str, tmp_path: Path) -> None:
     assert driver.returncode == 0, said
     out = json.loads((tmp_path / "out.json").read_text())
     assert (out["steps"], out["problems"], out["evaluation_infra"], out["sandboxes_leaked"]) == (1, [], 0, 0)
-    ended = [span["attributes"] for span in SpanFolder.of_run(tmp_path / "run").spans() if span["name"] == "agent"]
+    spans = SpanFolder.of_run(tmp_path / "run").spans()
+    ended = [span["attributes"] for span in spans if span["name"].startswith("invoke_agent ")]
     codes = [attributes.get("headrace.agent.exit_code") for attributes in ended]
     assert codes.count(0) >= 4, ended
     found = breakdowns(tmp_path / "run")

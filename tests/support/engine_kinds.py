@@ -30,6 +30,7 @@ def engine_process(
     key_file: Path | None = None,
     report_times: bool = True,
     arguments: tuple[str, ...] = (),
+    traces_url: str = "",
 ) -> ServerProcess:
     """Not started yet. Skips the test where SGLang is not installed, which gets the `arguments`."""
     if kind == "cpu":
@@ -48,8 +49,5 @@ def engine_process(
     if python is None:
         pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install_sglang, or scripts/test --sglang")
     given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
-    return SGLangProcess(
-        SGLangServerConfig.model_validate(
-            given | {"max_context": CONTEXT, "key_file": key_file, "report_times": report_times, "arguments": arguments}
-        )
-    )
+    more = {"key_file": key_file, "report_times": report_times, "arguments": arguments, "traces_url": traces_url}
+    return SGLangProcess(SGLangServerConfig.model_validate(given | more | {"max_context": CONTEXT}))

@@ -19,6 +19,7 @@ from headrace.actors.engines.host import ServerPlan, server_process
 from headrace.actors.engines.members_file import EngineStatus, Roster
 from headrace.actors.engines.registry import EngineRegistry, EngineState, Origin
 from headrace.actors.errors import ConfigError, RunMissing
+from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.run_status import status_of
@@ -26,7 +27,9 @@ from headrace.policies.engine import EngineId
 from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
+QUIET = ActorTelemetry(config=TelemetryConfig(), run_dir=None)
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 
 
@@ -97,7 +100,9 @@ def test_sglang_servers_receive_the_configured_settings(tmp_path: Path) -> None:
 def test_push_deadlines_reach_the_engines(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Else somebody's default decides: the client's before the push's, the engine's group before the sender's."""
     given = PushConfig(phase_timeout_s=100.0, transfer_timeout_s=200.0)
-    context = EngineContext(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)
+    context = EngineContext(
+        model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None, observing=QUIET
+    )
     # No request is sent through it.
     fleet = Fleet(EnginesConfig(), EngineRegistry(), context, http=cast("aiohttp.ClientSession", None))
     client = fleet._client(EngineId("e"), "http://127.0.0.1:9")._config
@@ -113,7 +118,9 @@ def test_the_vocabulary_may_be_described_in_a_nested_text_config(tmp_path: Path,
     model = write_model(tmp_path / "model")
     keys = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({"text_config": keys}))
-    context = EngineContext(model_dir=model, directory=tmp_path, seed=1, push=PushConfig(), runtime=None)
+    context = EngineContext(
+        model_dir=model, directory=tmp_path, seed=1, push=PushConfig(), runtime=None, observing=QUIET
+    )
     fleet = Fleet(EnginesConfig(), EngineRegistry(), context, http=cast("aiohttp.ClientSession", None))
     assert fleet._client(EngineId("e"), "http://127.0.0.1:9")._config.vocab_size == keys["vocab_size"]
 

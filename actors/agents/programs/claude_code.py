@@ -21,6 +21,14 @@ from headrace.actors.agents.programs.cli_agent import (
     result_event,
 )
 
+_OF_TRACES: Final = {
+    "CLAUDE_CODE_ENABLE_TELEMETRY": "1",
+    "CLAUDE_CODE_ENHANCED_TELEMETRY_BETA": "1",
+    "OTEL_TRACES_EXPORTER": "otlp",
+    "OTEL_METRICS_EXPORTER": "none",
+    "OTEL_LOGS_EXPORTER": "none",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json",
+}
 # As root, Claude Code skips permissions only if it knows that this is a sandbox.
 _ROOT_MAY: Final = '[ "$(id -u)" != 0 ] || export IS_SANDBOX=1'
 
@@ -33,6 +41,9 @@ class ClaudeCodeConfig(BaseModel):
     bare: bool = False
     """Whether to start Claude Code with `--bare`, which gives 3 tools and a prompt of 1,000 tokens instead of 24 tools
     and 20,000 tokens."""
+    traces: bool = False
+    """Whether Claude Code records spans of its own (requests, tools, hooks), which become part of the rollout's trace.
+    The commands that it runs then have a TRACEPARENT in their environment."""
 
 
 class ClaudeCode(CliAgent):
@@ -55,6 +66,8 @@ class ClaudeCode(CliAgent):
             "DISABLE_AUTOUPDATER": "1",
             "DISABLE_ERROR_REPORTING": "1",
         }
+        if self._settings.traces:
+            environment |= {**_OF_TRACES, "OTEL_EXPORTER_OTLP_ENDPOINT": context.url}
         if context.context_tokens is not None:
             environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(context.context_tokens)
         program = self.program(context, "claude")

@@ -51,10 +51,10 @@ class GatewayActor(ResourceOwner):
         self._observing = observing
 
     async def __aenter__(self) -> Self:
-        self._stack.enter_context(self._observing.spans("gateway"))
+        tracing = self._stack.enter_context(self._observing.spans("gateway"))
         known = read_address(self._address_file)
         token = known.admin_token if known else secrets.token_urlsafe(32)
-        self._gateway = Gateway(self._config, token)
+        self._gateway = Gateway(self._config, token, intake=tracing.intake())
         if known is not None:
             url = await self._gateway.start(port=urlsplit(known.url).port or 0)
         else:

@@ -45,6 +45,7 @@ from headrace.serve.gateway.http.limited_log import LimitedLog
 from headrace.serve.gateway.http.sessions import SessionTable
 from headrace.serve.gateway.http.turns import FIRST, LiveSession, Retry, Turns
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
+from headrace.serve.tracing.foreign_spans import OtlpUnreadable, SpanIntake
 
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 Parsed = TypeVar("Parsed")
@@ -66,6 +67,7 @@ class AgentRoutes:
         logger: LimitedLog,
         ping_s: float,
         model_policy: Sequence[tuple[str, ModelUse]],
+        intake: SpanIntake | None,
     ) -> None:
         self._sessions = sessions
         self._turns = turns
@@ -73,6 +75,7 @@ class AgentRoutes:
         self._logger = logger
         self._ping_s = ping_s
         self._model_policy = model_policy
+        self._intake = intake
         self._started_s = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
@@ -86,6 +89,7 @@ class AgentRoutes:
             app.router.add_post(f"{prefix}/v1/responses", self._turn_on(_RESPONSES))
             app.router.add_post(f"{prefix}/v1/tokenize", self._guarded(_CHAT, self._tokenize))
             app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._counts(_RESPONSES, _RESPONSES.parse))
+            app.router.add_post(f"{prefix}/v1/traces", self._guarded(_CHAT, self._traces))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         app.router.add_get("/s/{token}/", alive)
@@ -164,6 +168,22 @@ class AgentRoutes:
         else:
             ids = await self._turns.prompts.tokenize(live, asked.turn, opens_turn=asked.opens_turn)
         return json_response(_CHAT.tokenized(ids, live.core.spec.budgets.max_context_tokens))
+
+    async def _traces(self, request: web.Request) -> web.StreamResponse:
+        """Take spans of the agent's own, by OTLP/HTTP."""
+        live = self._live(request)
+        if self._intake is None or not live.agent_trace.span.is_valid:
+            return json_response(_CHAT.error(BadRequest("This run does not record traces.")), 404)
+        intake = self._intake
+
+        async def taken(body: bytes) -> web.Response:
+            content, content_type = await intake.take(body, request.content_type, live.agent_trace.adopted)
+            return web.Response(body=content, content_type=content_type)
+
+        try:
+            return await self._bodies.parsed(request, live.core.spec.session_id, taken)
+        except OtlpUnreadable as error:
+            raise BadRequest(str(error)) from None
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         dialect = _ANTHROPIC if "anthropic-version" in request.headers else _CHAT

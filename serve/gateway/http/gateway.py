@@ -52,6 +52,7 @@ from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.render_thread import RenderThread
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from headrace.serve.gateway.rendering.work import Renders
+from headrace.serve.tracing.foreign_spans import SpanIntake
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class Gateway:
     inline.
 
     `renderer`, `connect` and `tracer` replace the defaults: the tokenizer's renderer, SGLang clients and the global
-    tracer. A given renderer works in a thread of this process, since no other has it.
+    tracer. A given renderer works in a thread of this process, since no other has it. `intake` takes the spans that
+    agents send; without one they are told that nothing does.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Gateway:
         renderer: Renderer | None = None,
         connect: Callable[[EngineRoute], Engine] | None = None,
         tracer: Tracer | None = None,
+        intake: SpanIntake | None = None,
     ) -> None:
         if len(admin_token) < 16:
             raise ValueError("admin_token must have at least 16 characters")
@@ -133,6 +136,7 @@ class Gateway:
         self._renderer = renderer
         self._connect = connect
         self._tracer = tracer or trace.get_tracer("headrace.serve")
+        self._intake = intake
         self._stack: AsyncExitStack | None = None
         self._base_url = ""
 
@@ -302,6 +306,7 @@ class Gateway:
             logger=self._agents_log,
             ping_s=config.ping_s,
             model_policy=config.model_policy,
+            intake=self._intake,
         ).add_to(app)
         AdminRoutes(
             self._sessions,
