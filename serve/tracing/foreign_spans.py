@@ -71,15 +71,15 @@ class AgentTrace:
             "traceId": f"{self.span.trace_id:032x}",
             "spanId": own,
             "parentSpanId": of_agent if parent in ("", of_agent, str(span["spanId"])) else self._id(parent),
-            "name": str(span["name"])[:MAX_NAME_CHARACTERS],
+            "name": str(span.get("name", ""))[:MAX_NAME_CHARACTERS],
             "kind": int(span.get("kind", 0)) % 6,
             "startTimeUnixNano": str(min(max(int(span["startTimeUnixNano"]), since_ns), end_ns)),
             "endTimeUnixNano": str(end_ns),
             "attributes": attributes_of(attributes | {span_names.SENDER: "agent"}),
             "events": [
                 {
-                    "timeUnixNano": str(min(max(int(event["timeUnixNano"]), since_ns), now_ns)),
-                    "name": str(event["name"])[:MAX_NAME_CHARACTERS],
+                    "timeUnixNano": str(min(max(int(event.get("timeUnixNano", 0)), since_ns), now_ns)),
+                    "name": str(event.get("name", ""))[:MAX_NAME_CHARACTERS],
                     "attributes": attributes_of(bounded(values_of(event.get("attributes", ())))),
                 }
                 for event in events[:MAX_EVENTS]
@@ -103,6 +103,7 @@ def engine_span(span: Span) -> dict[str, Any]:
     """Return a span that an engine sent, with its own ids. Raises one of `_MALFORMED`."""
     attributes = values_of(span.get("attributes", ())) | {span_names.SENDER: "engine"}
     ids = {"traceId": f"{int(span['traceId'], 16):032x}", "spanId": f"{int(span['spanId'], 16):016x}"}
+    ids |= {key: str(int(span[key])) for key in ("startTimeUnixNano", "endTimeUnixNano")}
     return {**ids, **span, **ids, "attributes": attributes_of(attributes)}
 
 

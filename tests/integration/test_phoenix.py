@@ -85,9 +85,10 @@ def recorded(folder: Path, run_id: str, rollouts: int) -> SpanFolder:
     tracer = telemetry.tracer("test")
     for number in range(rollouts):
         root = start_rollout_span(tracer, f"rollout-{number}", 1)
-        with tracer.start_as_current_span(names.AGENT, context=context_from(traceparent_of(root))):
+        invoked = {names.OPERATION: names.AGENT, names.AGENT_NAME: "shell"}
+        with tracer.start_as_current_span(names.AGENT, context_from(traceparent_of(root)), attributes=invoked):
             for turn in range(3):
-                usage = {names.INPUT_TOKENS: 100 + turn, names.OUTPUT_TOKENS: 7}
+                usage = {names.OPERATION: "chat", names.INPUT_TOKENS: 100 + turn, names.OUTPUT_TOKENS: 7}
                 tracer.start_span(names.TURN, attributes=usage).end()
         solved = Outcome(reward=1.0, trainable=True, cause=Cause.SOLVED, solved=True)
         describe(root, Outcome.infra("the host vanished") if number == rollouts - 1 else solved)

@@ -144,7 +144,11 @@ async def test_a_body_that_is_not_otlp_is_refused(tmp_path: Path, body: bytes) -
 
 
 async def test_protobuf_and_json_are_stored_alike_and_engines_keep_their_ids(tmp_path: Path) -> None:
-    document = request(span(1, attributes=[{"key": "rid", "value": {"intValue": "7"}}]), service="sglang")
+    bare = {"traceId": "1" * 32, "spanId": "3" * 16}
+    document = request(
+        span(1, attributes=[{"key": "rid", "value": {"intValue": "7"}}], links=[bare], events=[{"timeUnixNano": "5"}]),
+        service="sglang",
+    )
     sent = [span_of(document)]
     stored = []
     for folder, body, kind in (
@@ -157,6 +161,7 @@ async def test_protobuf_and_json_are_stored_alike_and_engines_keep_their_ids(tmp
         answer, _ = await intake.take(body, kind, engine_span)
         telemetry.shutdown()
         [found] = SpanFolder(tmp_path / folder).spans()
+        assert len(found["links"]) == len(found["events"]) == 1
         found.pop("otlp")
         stored.append(found)
         if kind == PROTOBUF:

@@ -39,8 +39,8 @@ SYSTEM = say(Role.SYSTEM, "You repair things.")
 
 
 def session(*, opened_at: float = 0.0, **budgets: Any) -> Session:
-    form = codec.SpecForm.model_validate({"session_id": "r-1", "budgets": budgets})
-    return Session(form.to_spec(), opened_at)
+    [spec], _ = codec.read_specs(orjson.dumps({"budgets": budgets}), SessionId("r-1"))
+    return Session(spec, opened_at)
 
 
 def rig(**spec: Any) -> Rig:
@@ -684,4 +684,4 @@ def test_the_tree_lists_every_turn_with_its_status() -> None:
 )
 def test_invalid_specs_are_refused_naming_the_key(spec: dict[str, object], where: str) -> None:
     with pytest.raises(BadRequest, match=where):
-        codec.read_form(codec.OpenForm, orjson.dumps({"sessions": [spec]}))
+        codec.read_specs(orjson.dumps({"sessions": [spec]}), SessionId("other"))

@@ -24,7 +24,7 @@ from headrace.serve.gateway.capture.rows import report_of
 from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.capture.session_log import Opened, SessionLog
 from headrace.serve.gateway.conversation import Message, Role, ToolResult, ToolSpec, say
-from headrace.serve.gateway.http.codec import ReportForm, write_report
+from headrace.serve.gateway.http.codec import read_report, write_report
 from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.template_renderer import TemplateRenderer, load_renderer
 from support import chat_templates as templates
@@ -266,7 +266,7 @@ def test_kinds_survive_pickles_storage_and_the_gateways_wire(runs: list[tuple[in
     codec.refuse_unstorable(trajectory)
     stored = codec.encode(trajectory)
     report = replace(report_of(Session(SessionSpec(session_id=SessionId("s")), 0.0)), trajectory=trajectory)
-    wire = ReportForm.model_validate(json.loads(json.dumps(write_report(report)))).to_report().trajectory
+    wire = read_report(json.loads(json.dumps(write_report(report)))).trajectory
     assert wire is not None
     for copy in (pickle.loads(pickle.dumps(trajectory)), codec.decode(stored), wire):
         assert np.array_equal(copy.rows[0].kinds_T, kinds)

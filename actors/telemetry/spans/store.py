@@ -158,7 +158,8 @@ def span_of(document: dict[str, Any], resource: dict[str, Any] | None = None) ->
     [[span]] = [scope["spans"] for scope in group["scopeSpans"]]
     status = span.get("status", {})
     return {
-        "name": str(span["name"]),
+        # Protobuf leaves out what is empty.
+        "name": span.get("name", ""),
         "trace_id": f"{int(span['traceId'], 16):032x}",
         "span_id": f"{int(span['spanId'], 16):016x}",
         "parent_id": span.get("parentSpanId", ""),
@@ -168,11 +169,19 @@ def span_of(document: dict[str, Any], resource: dict[str, Any] | None = None) ->
         "detail": status.get("message", ""),
         "attributes": values_of(span.get("attributes", ())),
         "events": [
-            {"name": each["name"], "time_ns": int(each["timeUnixNano"]), "attributes": values_of(each["attributes"])}
+            {
+                "name": each.get("name", ""),
+                "time_ns": int(each.get("timeUnixNano", 0)),
+                "attributes": values_of(each.get("attributes", ())),
+            }
             for each in span.get("events", ())
         ],
         "links": [
-            {"trace_id": each["traceId"], "span_id": each["spanId"], "attributes": values_of(each["attributes"])}
+            {
+                "trace_id": each.get("traceId", ""),
+                "span_id": each.get("spanId", ""),
+                "attributes": values_of(each.get("attributes", ())),
+            }
             for each in span.get("links", ())
         ],
         "resource": values_of(group["resource"]["attributes"]) if resource is None else resource,

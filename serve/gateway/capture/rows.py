@@ -11,14 +11,17 @@ Invariants:
 from __future__ import annotations
 
 from array import array
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import PlainSerializer, PlainValidator
 
+from headrace.buffer.trajectories.codec import decode, encode
 from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind, from_runs
 from headrace.buffer.trajectories.types import Row, Trajectory, VersionSpan
 from headrace.serve.gateway.capture.coverage import Coverage
@@ -85,6 +88,14 @@ class Lineage:
     turns: tuple[tuple[str, int, int], ...] = ()
 
 
+def _encoded(trajectory: Trajectory) -> str:
+    return b64encode(encode(trajectory)).decode()
+
+
+def _decoded(text: str) -> Trajectory:
+    return decode(b64decode(text))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionReport:
     """Report of a closed session. `trajectory` is None when no row has a sampled turn; `lineages` has one entry per
@@ -96,7 +107,7 @@ class SessionReport:
     a constraint that no engine could honour."""
 
     session_id: SessionId
-    trajectory: Trajectory | None
+    trajectory: Annotated[Trajectory, PlainValidator(_decoded), PlainSerializer(_encoded)] | None
     turns: int
     sampled_tokens: int
     trained_tokens: int

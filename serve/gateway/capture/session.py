@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
-from typing import NewType
+from typing import Annotated, NewType
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from headrace.buffer.trajectories.token_kinds import KindRuns, TokenKind
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, Completion, FinishReason, Grammar
@@ -60,6 +62,11 @@ from headrace.serve.gateway.rendering.work import RendererCall, RenderWork
 
 SessionId = NewType("SessionId", str)
 
+SESSION_NAME = r"^[A-Za-z0-9._:/-]+$"
+_STRICT = ConfigDict(extra="forbid")
+_MOST = 2**31 - 1
+"""Largest position or id, since both are int32."""
+_Positive = Annotated[int, Field(ge=1, le=_MOST)]
 FINAL_TEXT = "The budget of this session is used up, so I stop here."
 RENDERED_TOKENS_FACTOR = 8
 """Messages that have this many times more tokens than fit are refused without being rendered. The factor is above 1
@@ -89,9 +96,10 @@ def with_main(train: tuple[TrainedPart, ...]) -> tuple[TrainedPart, ...]:
 class Sampling:
     """The recipe's sampling parameters, which apply to every turn whatever the agent sends."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    __pydantic_config__ = _STRICT
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=_MOST)] = -1
 
     @property
     def exact(self) -> bool:
@@ -105,36 +113,38 @@ class Budgets:
     together (None: no limit); `wall_s` starts when the session is opened. `final_text` is the normal answer that ends
     an agent whose budget is spent; if it is "", the agent gets an empty, truncated answer instead."""
 
-    max_turns: int = 64
-    max_tokens_per_turn: int = 4096
-    max_context_tokens: int = 32768
-    max_sampled_tokens: int | None = None
-    wall_s: float = 3600.0
-    final_text: str = FINAL_TEXT
+    __pydantic_config__ = _STRICT
+    max_turns: _Positive = 64
+    max_tokens_per_turn: _Positive = 4096
+    max_context_tokens: _Positive = 32768
+    max_sampled_tokens: _Positive | None = None
+    wall_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    final_text: Annotated[str, Field(max_length=4096)] = FINAL_TEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """Specification of a session to open. `session_id` is chosen by the caller and can be open only once at a time;
-    `traceparent` is the rollout's agent span, `rollout` and `attempt` are those that it works for (empty: unknown, as
-    for sessions of other programs). `train_truncated` says whether turns that were cut off by the context
-    limit are trained; `train_cut` says the same of turns that were cut off when `wall_s` was over, which then count as
-    turns. `train` says which turns are trained besides the main ones: those of side calls, and those that the agent
-    continued without. `marks_warnings` says whether the agent may mark parts of observations as warnings, which
-    objectives on observations leave out. `serve_unhonoured` serves requests freely whose constraint no engine can
-    honour; otherwise they are refused."""
+    """Specification of a session to open, as the gateway also reads it from JSON. `session_id` is chosen by the caller
+    and can be open only once at a time; `traceparent` is the rollout's agent span, `rollout` and `attempt` are those
+    that it works for (empty: unknown, as for sessions of other programs). `train_truncated` says whether turns that
+    were cut off by the context limit are trained; `train_cut` says the same of turns that were cut off when `wall_s`
+    was over, which then count as turns. `train` says which turns are trained besides the main ones: those of side
+    calls, and those that the agent continued without. `marks_warnings` says whether the agent may mark parts of
+    observations as warnings, which objectives on observations leave out. `serve_unhonoured` serves requests freely
+    whose constraint no engine can honour; otherwise they are refused."""
 
-    session_id: SessionId
+    __pydantic_config__ = _STRICT
+    session_id: Annotated[SessionId, Field(min_length=1, max_length=200, pattern=SESSION_NAME)]
     sampling: Sampling = field(default_factory=Sampling)
     budgets: Budgets = field(default_factory=Budgets)
-    traceparent: str = ""
+    traceparent: Annotated[str, Field(max_length=64)] = ""
     train_truncated: bool = True
     train_cut: bool = False
-    train: tuple[TrainedPart, ...] = (TrainedPart.MAIN,)
+    train: Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)] = (TrainedPart.MAIN,)
     marks_warnings: bool = False
     serve_unhonoured: bool = False
-    rollout: str = ""
-    attempt: int = 0
+    rollout: Annotated[str, Field(max_length=256)] = ""
+    attempt: Annotated[int, Field(ge=0, le=_MOST)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

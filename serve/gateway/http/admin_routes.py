@@ -70,13 +70,10 @@ class AdminRoutes:
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request) or b"{}"
-        if codec.opens_many(body):
-            many = codec.read_form(codec.OpenForm, body)
-            specs = [form.to_spec(self._max_context_tokens) for form in many.sessions]
-            return json_response({"sessions": self._opened(specs)})
-        one = codec.read_form(codec.OpenOneForm, body)
-        spec = one.to_spec(SessionId(f"session-{secrets.token_hex(8)}"), self._max_context_tokens)
-        return json_response(self._opened([spec])[0])
+        default_id = SessionId(f"session-{secrets.token_hex(8)}")
+        specs, many = codec.read_specs(body, default_id, self._max_context_tokens)
+        opened = self._opened(specs)
+        return json_response({"sessions": opened} if many else opened[0])
 
     def _opened(self, specs: Sequence[SessionSpec]) -> list[dict[str, str]]:
         if len({spec.session_id for spec in specs}) < len(specs):

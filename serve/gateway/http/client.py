@@ -68,9 +68,7 @@ class GatewayClient:
         answer = await self._post("/sessions/finish", body)
         unknown = "the gateway does not know session {} (it was closed, or lost in a restart)"
         return [
-            SessionUnknown(unknown.format(entry["session_id"]))
-            if "error" in entry
-            else codec.ReportForm.model_validate(entry).to_report()
+            SessionUnknown(unknown.format(entry["session_id"])) if "error" in entry else codec.read_report(entry)
             for entry in answer["reports"]
         ]
 

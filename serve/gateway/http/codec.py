@@ -1,138 +1,39 @@
 """The JSON formats of the admin routes, shared by gateway and client.
 
 Invariants:
-- Arrays are encoded as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, packed mask bits
-  (numpy `packbits`).
+- A spec and a report are their dataclasses, which have the limits on each field.
 - Input is validated: unknown keys or wrong types raise a BadRequest that names the key.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Final, TypeVar
 
-import numpy as np
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from headrace.buffer.trajectories.token_kinds import KindRuns, from_runs, to_runs
-from headrace.buffer.trajectories.types import Row, Trajectory, VersionSpan
-from headrace.serve.gateway.capture.events import Exhausted
-from headrace.serve.gateway.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn, tree_of
-from headrace.serve.gateway.capture.session import (
-    FINAL_TEXT,
-    Budgets,
-    Sampling,
-    Session,
-    SessionId,
-    SessionSpec,
-    TrainedPart,
-    with_main,
-)
-from headrace.serve.gateway.capture.session_usage import SessionUsage
+from headrace.buffer.trajectories.types import Row
+from headrace.serve.gateway.capture.rows import Lineage, Masked, SessionReport, tree_of
+from headrace.serve.gateway.capture.session import SESSION_NAME, Session, SessionId, SessionSpec
 from headrace.serve.gateway.errors import BadRequest
 from headrace.serve.gateway.exports import json_pieces
 
-_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
+_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=SESSION_NAME)]
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
-_MOST: Final = 2**31 - 1
-"""Largest position or id, since both are int32."""
 _MOST_OF_A_KEY: Final = 200
 """Number of characters of an unknown key that an error message repeats."""
 
 
-class SamplingForm(BaseModel):
-    """JSON form of `Sampling`."""
-
+class _Many(BaseModel):
     model_config = _STRICT
-    temperature: float = Field(default=1.0, ge=0, le=10)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, le=_MOST)
+    sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=4096)]
 
 
-class BudgetsForm(BaseModel):
-    """JSON form of `Budgets`."""
-
-    model_config = _STRICT
-    max_turns: int = Field(default=64, ge=1, le=_MOST)
-    max_tokens_per_turn: int = Field(default=4096, ge=1, le=_MOST)
-    max_context_tokens: int = Field(default=32768, ge=1, le=_MOST)
-    max_sampled_tokens: int | None = Field(default=None, ge=1, le=_MOST)
-    wall_s: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
-    final_text: str = Field(default=FINAL_TEXT, max_length=4096)
-
-    def to_budgets(self, most_context: int | None, context: int | None = None) -> Budgets:
-        """Return the budgets. If neither `context` nor the form sets the session's context length, it is `most_context`
-        (None: our default)."""
-        fields = self.model_dump()
-        given = fields["max_context_tokens"] if "max_context_tokens" in self.model_fields_set else None
-        default = most_context or fields["max_context_tokens"]
-        return Budgets(**fields | {"max_context_tokens": context or given or default})
-
-
-class _SettingsForm(BaseModel):
-    """What every session can be opened with."""
-
-    model_config = _STRICT
-    sampling: SamplingForm = SamplingForm()
-    budgets: BudgetsForm = BudgetsForm()
-    traceparent: str = Field(default="", max_length=64)
-    train_truncated: bool = True
-    train_cut: bool = False
-    train: Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)] = (TrainedPart.MAIN,)
-    marks_warnings: bool = False
-    serve_unhonoured: bool = False
-
-    def spec_of(self, session_id: str, budgets: Budgets, *, rollout: str = "", attempt: int = 0) -> SessionSpec:
-        """Return the spec of a session with these settings."""
-        return SessionSpec(
-            session_id=SessionId(session_id),
-            sampling=Sampling(**self.sampling.model_dump()),
-            budgets=budgets,
-            traceparent=self.traceparent,
-            train_truncated=self.train_truncated,
-            train_cut=self.train_cut,
-            train=self.train,
-            marks_warnings=self.marks_warnings,
-            serve_unhonoured=self.serve_unhonoured,
-            rollout=rollout,
-            attempt=attempt,
-        )
-
-
-class SpecForm(_SettingsForm):
-    """JSON form of `SessionSpec`."""
-
-    session_id: _Name
-    rollout: str = Field(default="", max_length=256)
-    attempt: int = Field(default=0, ge=0, le=_MOST)
-
-    def to_spec(self, most_context: int | None = None) -> SessionSpec:
-        """Return the spec; `most_context` is the context length of the engines, if known."""
-        budgets = self.budgets.to_budgets(most_context)
-        return self.spec_of(self.session_id, budgets, rollout=self.rollout, attempt=self.attempt)
-
-
-class OpenOneForm(_SettingsForm):
-    """Body of `POST /sessions` for one session; `max_context_tokens` is a shorthand for the key in `budgets`."""
-
-    session_id: _Name | None = None
-    max_context_tokens: int | None = Field(default=None, ge=1, le=_MOST)
-
-    def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
-        """Return the spec; `most_context` is the context length of the engines, if known."""
-        budgets = self.budgets.to_budgets(most_context, self.max_context_tokens)
-        return self.spec_of(self.session_id or default_id, budgets)
-
-
-class OpenForm(BaseModel):
-    """Body of `POST /sessions` for many sessions."""
-
-    model_config = _STRICT
-    sessions: list[SpecForm] = Field(min_length=1, max_length=4096)
+_ONE: Final = TypeAdapter(SessionSpec)
+_REPORT: Final = TypeAdapter(SessionReport)
 
 
 class FinishForm(BaseModel):
@@ -150,13 +51,34 @@ class FinishOneForm(BaseModel):
     tree: bool = False
 
 
-def opens_many(body: bytes) -> bool:
-    """Return whether a `POST /sessions` body is an OpenForm."""
+def read_specs(
+    body: bytes, default_id: SessionId, most_context: int | None = None
+) -> tuple[tuple[SessionSpec, ...], bool]:
+    """Return the specs in the body of `POST /sessions`, and whether it is for many sessions: `{"sessions": [...]}`
+    instead of one, for which `max_context_tokens` is a shorthand for the key in `budgets`. Where nothing sets a
+    session's context length it is `most_context` (None: our default). Raises a BadRequest that names the first invalid
+    key."""
     try:
         document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(document, dict) and "sessions" in document
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"body: {error}", None) from None
+    if not isinstance(document, dict):
+        raise BadRequest("body: not a JSON object", None)
+    if many := "sessions" in document:
+        specs = document["sessions"] if isinstance(document["sessions"], list) else []
+    else:
+        if document.get("session_id") is None:
+            document["session_id"] = default_id
+        specs = [document]
+    for spec in (spec for spec in specs if isinstance(spec, dict) and isinstance(spec.get("budgets", {}), dict)):
+        # The context length of the engines is a default.
+        short = None if many else spec.pop("max_context_tokens", None)
+        given = {"max_context_tokens": most_context} if most_context else {}
+        spec["budgets"] = given | spec.get("budgets", {}) | ({"max_context_tokens": short} if short is not None else {})
+    try:
+        return (_Many.model_validate(document).sessions if many else (_ONE.validate_python(document),)), many
+    except ValidationError as error:
+        raise _refused(error) from None
 
 
 def read_form(form: type[FormT], body: bytes) -> FormT:
@@ -164,9 +86,13 @@ def read_form(form: type[FormT], body: bytes) -> FormT:
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:_MOST_OF_A_KEY]
-        raise BadRequest(f"{where or 'body'}: {first['msg']}", where or None) from None
+        raise _refused(error) from None
+
+
+def _refused(error: ValidationError) -> BadRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:_MOST_OF_A_KEY]
+    return BadRequest(f"{where or 'body'}: {first['msg']}", where or None)
 
 
 def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
@@ -174,26 +100,14 @@ def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
 
 
 def write_report(report: SessionReport) -> dict[str, object]:
-    """Return the report in the format for workers, with arrays in base64."""
-    trajectory = report.trajectory
-    return {
-        "session_id": report.session_id,
-        "temperature": trajectory.temperature if trajectory else None,
-        "rows": [
-            {
-                "tokens": _encode(row.tokens_T.astype("<i4").tobytes()),
-                "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
-                "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
-                "versions": [span.to_json() for span in row.versions],
-                "kinds": None if row.kinds_T is None else to_runs(row.kinds_T),
-            }
-            for row in (trajectory.rows if trajectory else ())
-        ],
-        "lineages": [asdict(lineage) for lineage in report.lineages],
-        "conversation": [turn.to_json() for turn in report.conversation],
-        "usage": asdict(report.usage),
-        **_counts(report),
-    }
+    """Return the report in the format for workers, with the trajectory as the ledger stores it, in base64."""
+    document: dict[str, object] = _REPORT.dump_python(report, mode="json")
+    return document
+
+
+def read_report(document: object) -> SessionReport:
+    """Return the report that `write_report` wrote. Raises ValidationError, CodecError."""
+    return _REPORT.validate_python(document)
 
 
 def write_plain_report(report: SessionReport) -> dict[str, object]:
@@ -255,73 +169,3 @@ def _counts(report: SessionReport) -> dict[str, object]:
         "exhausted": report.exhausted.value,
         "failures": list(report.failures),
     }
-
-
-def _encode(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-class RowForm(BaseModel):
-    """Form of a row in the result of `write_report`."""
-
-    model_config = _STRICT
-    tokens: str
-    loss_mask: str
-    logprobs: str
-    versions: list[tuple[int, int, str, bool]]
-    kinds: KindRuns | None = None
-
-    def to_row(self) -> Row:
-        tokens = np.frombuffer(base64.b64decode(self.tokens), dtype="<i4").astype(np.int32)
-        bits = np.frombuffer(base64.b64decode(self.loss_mask), dtype=np.uint8)
-        return Row(
-            tokens_T=tokens,
-            loss_mask_T=np.unpackbits(bits, count=len(tokens)).astype(np.bool_),
-            logprobs_T=np.frombuffer(base64.b64decode(self.logprobs), dtype="<f4").astype(np.float32),
-            versions=tuple(VersionSpan.from_json(*span) for span in self.versions),
-            kinds_T=None if self.kinds is None else from_runs(self.kinds),
-        )
-
-
-class ReportForm(BaseModel):
-    """Form of the result of `write_report`."""
-
-    model_config = _STRICT
-    session_id: str
-    temperature: float | None
-    rows: list[RowForm]
-    lineages: list[Lineage]
-    conversation: list[TranscriptTurn] = []
-    usage: SessionUsage = SessionUsage()
-    turns: int
-    sampled_tokens: int
-    trained_tokens: int
-    masked: dict[str, int]
-    drift: dict[str, int]
-    rerendered: int
-    replays: int = 0
-    lost_calls: int
-    unhonoured: dict[str, int] = {}
-    exhausted: Exhausted
-    failures: list[str]
-
-    def to_report(self) -> SessionReport:
-        rows = tuple(row.to_row() for row in self.rows)
-        return SessionReport(
-            session_id=SessionId(self.session_id),
-            trajectory=None if self.temperature is None else Trajectory(rows=rows, temperature=self.temperature),
-            turns=self.turns,
-            sampled_tokens=self.sampled_tokens,
-            trained_tokens=self.trained_tokens,
-            masked=self.masked,
-            rerendered=self.rerendered,
-            replays=self.replays,
-            exhausted=self.exhausted,
-            failures=tuple(self.failures),
-            lineages=tuple(self.lineages),
-            drift=self.drift,
-            lost_calls=self.lost_calls,
-            unhonoured=self.unhonoured,
-            conversation=tuple(self.conversation),
-            usage=self.usage,
-        )
