@@ -10,10 +10,12 @@ import textwrap
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from headrace.actors.record.files.metrics import METRICS, Metric, SourceStep, StationMeans
 from headrace.actors.record.files.service_totals import ServiceTotals
-from headrace.actors.telemetry.prometheus.table import MAX_VALUES, TABLE, Exported
+from headrace.actors.telemetry.prometheus.series import MAX_VALUES
+from headrace.actors.telemetry.prometheus.table import TABLE, Exported
 from headrace.buffer.trajectories.types import TokenRatios
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -27,6 +29,7 @@ add some. What must survive is in the ledger ([run_directory.md](run_directory.m
 
 ```python
 from pathlib import Path
+from typing import Any
 from headrace.actors.record.files.metrics import read_metrics
 
 steps = read_metrics(Path("runs/quickstart-1/metrics.jsonl"), ("step",))
@@ -39,10 +42,29 @@ To add a key or a kind, change the dataclass in `actors/record/files/metrics.py`
 EXPORTED = f"""## Exported metrics
 
 `/metrics` of a run's page ([monitoring.md](monitoring.md)) has these metrics, in OpenMetrics or the plain format of
-Prometheus. Counters end with `_total`, infos with `_info`; a histogram has `_bucket`, `_sum` and `_count`. Counters and
-histograms come from files that keep their totals, so that neither a restart nor the removal of old files changes a
-count; gauges from `metrics.jsonl` are of the newest record. A label has at most {MAX_VALUES} values: the rest is summed
-into `other`. Buckets have the newest trace as an exemplar. The table is `actors/telemetry/prometheus/table.py`.
+Prometheus.
+
+### Gauges of records
+
+Each number of the newest record of each kind above is a gauge by one rule: `headrace_KIND_FIELD`, with `_seconds` for a
+final `_s`, and `headrace_KIND_timestamp_seconds` for `time_s`. True is 1. An object of numbers gives a series for each
+key, which is the label `name`; an object of objects has the labels `name` and `field`. A list of names is their number.
+Texts, nulls and other lists give no gauge. Examples:
+
+| record | gauge |
+|---|---|
+| `push`, `total_s` | `headrace_push_total_seconds` |
+| `push`, `seconds` | `headrace_push_seconds{{name="broadcast"}}` |
+| `push`, `quarantined` | `headrace_push_quarantined` |
+| `stations`, `stations` | `headrace_stations_stations{{name="learner",field="in_use"}}` |
+| `step`, `loss` of the learner's keys | `headrace_step_loss` |
+
+### Other metrics
+
+Counters end with `_total`; a histogram has `_bucket`, `_sum` and `_count`. Counters and histograms come from files that
+keep their totals, so that neither a restart nor the removal of old files changes a count. A label has at most
+{MAX_VALUES} values: the rest is summed into `other`. Buckets have the newest trace as an exemplar. The table is
+`actors/telemetry/prometheus/table.py`.
 
 | metric | type | labels | source | meaning |
 |---|---|---|---|---|
@@ -75,11 +97,11 @@ def section(record: type[Metric]) -> list[str]:
     return [f"## {title}", "", about, "", "| key | meaning |", "|---|---|", *rows(record), ""]
 
 
-def exported(metric: Exported) -> str:
+def exported(metric: Exported[Any]) -> str:
     """Return the table row of an exported metric."""
     labels = ", ".join(f"`{label}`" for label in metric.labels)
-    name = metric.name if metric.buckets else metric.sample
-    return f"| `{name}` | {metric.type} | {labels} | {metric.source} | {metric.help} |"
+    name, kind = metric.name if metric.buckets else metric.sample, metric.type.__name__.lower()
+    return f"| `{name}` | {kind} | {labels} | {metric.source} | {metric.help} |"
 
 
 def render() -> str:

@@ -1,8 +1,12 @@
-"""Writes the files of scripts/monitoring from the rules, alerts and dashboards there, which name metrics of
-`headrace.actors.telemetry.prometheus.table`. A test checks that the files are up to date."""
+"""Writes the files for Prometheus and Grafana from the rules, alerts and dashboards of scripts/monitoring, which name
+metrics of `headrace.actors.telemetry.prometheus`.
+
+Usage: scripts/monitoring_files.py --out DIR
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,9 +16,7 @@ import yaml
 from monitoring.dashboards import DASHBOARDS, Dashboard, Panel
 from monitoring.rules import ALERTS, RECORDINGS, Alert, Series
 
-FOLDER: Final = Path(__file__).resolve().parent / "monitoring"
-HEAD: Final = "# Written by scripts/monitoring_files.py.\n"
-PROMETHEUS: Final = """# Written by scripts/monitoring_files.py. An example: docs/monitoring.md.
+PROMETHEUS: Final = """# An example: docs/monitoring.md.
 global:
   scrape_interval: 15s
   evaluation_interval: 15s
@@ -134,19 +136,21 @@ def dashboard_document(dashboard: Dashboard) -> dict[str, Any]:
     }
 
 
-def render() -> dict[Path, str]:
-    """Return the content of each file."""
-    files = {FOLDER / "prometheus.yml": PROMETHEUS}
+def write(folder: Path) -> list[Path]:
+    """Write the files into a folder, which is made if it is missing; return their paths. Raises OSError."""
+    texts = {"prometheus.yml": PROMETHEUS}
     for name, document in (("rules.yml", rules()), ("rules_test.yml", rule_tests())):
-        files[FOLDER / name] = HEAD + yaml.safe_dump(document, sort_keys=False, width=1000)
+        texts[name] = yaml.safe_dump(document, sort_keys=False, width=1000)
     for dashboard in DASHBOARDS:
-        text = json.dumps(dashboard_document(dashboard), indent=1) + "\n"
-        files[FOLDER / "grafana" / f"{dashboard.name}.json"] = text
-    return files
+        texts[f"grafana/{dashboard.name}.json"] = json.dumps(dashboard_document(dashboard), indent=1) + "\n"
+    (folder / "grafana").mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
 
 
 if __name__ == "__main__":
-    for path, text in render().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Write rules, alerts, an example of a configuration, and dashboards.")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Folder for the files.")
+    for path in write(parser.parse_args().out):
         sys.stdout.write(f"{path}\n")

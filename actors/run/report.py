@@ -23,7 +23,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.service_totals import ServiceTotals, service_totals
 from headrace.actors.record.files.utilisation import StationLoad, bottleneck, mean_in_flight, mean_loads, service_shares
 from headrace.actors.run.changes import CheckpointConfiguration, newest_configuration
-from headrace.actors.telemetry.prometheus.attempts import breakdown_of
+from headrace.actors.telemetry.prometheus.ledger import breakdown_of
 from headrace.buffer.audit.evidence import streamed
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.audit.report import DecileReport, LeftOut, acceptance

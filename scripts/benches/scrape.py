@@ -22,11 +22,12 @@ import psutil
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.actors.simulation.virtual.simulate import run_plan
-from headrace.actors.telemetry.prometheus.run_metrics import Exposition
+from headrace.actors.telemetry.prometheus.exposition import Exposition
 from headrace.buffer.ledger.archive import ARCHIVE
 
 REPEATS: Final = 9
 MB: Final = 1e6
+OPENMETRICS: Final = "application/openmetrics-text"
 
 
 def measure(folder: Path, *, rollouts: int, run_dir: Path | None) -> dict[str, Any]:
@@ -50,24 +51,24 @@ def render(run_dir: Path) -> dict[str, Any]:
     exposition = Exposition(RunDirectory.at(run_dir))
     own = psutil.Process()
     cpu_s, began_s = time.process_time(), time.perf_counter()
-    text = exposition.render(openmetrics=True)
+    text, _ = exposition.render(OPENMETRICS)
     first_s, first_cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
     changed, unchanged = [], []
     for _ in range(REPEATS):
         os.utime(run_dir / "ledger.db")
         began_s = time.perf_counter()
-        exposition.render(openmetrics=True)
+        exposition.render(OPENMETRICS)
         changed.append(time.perf_counter() - began_s)
     # Another process could still write within the tick of the file system's clock.
     os.utime(run_dir / "ledger.db", (0, 0))
-    exposition.render(openmetrics=True)
+    exposition.render(OPENMETRICS)
     for _ in range(REPEATS):
         began_s = time.perf_counter()
-        exposition.render(openmetrics=True)
+        exposition.render(OPENMETRICS)
         unchanged.append(time.perf_counter() - began_s)
     attempts = sum(
         sample.value
-        for family in exposition.families()
+        for family in exposition.collect()
         for sample in family.samples
         if sample.name == "headrace_attempts_total"
     )

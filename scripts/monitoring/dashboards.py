@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from headrace.actors.telemetry.prometheus import table
+from headrace.actors.telemetry.prometheus.records import name_of
 from monitoring import rules
 
 
@@ -41,26 +42,42 @@ class Dashboard:
 RUN: Final = 'instance=~"$instance"'
 
 
-def each(metric: table.Exported, *labels: str, where: str = "") -> str:
+def each(metric: table.Exported[Any], *labels: str, where: str = "") -> str:
     """Return the query for a gauge by labels."""
     names = ", ".join(("instance", *labels))
     return f"sum by ({names}) ({metric.sample}{{{_matchers(where)}}})"
 
 
-def rate(metric: table.Exported, *labels: str, where: str = "") -> str:
+def newest(kind: str, field: str, *labels: str, where: str = "") -> str:
+    """Return the query for a field of the newest record of a kind by labels."""
+    names = ", ".join(("instance", *labels))
+    return f"sum by ({names}) ({name_of(kind, field)}{{{_matchers(where)}}})"
+
+
+def station(field: str) -> str:
+    """Return the query for a number of each station."""
+    return newest("stations", "stations", "name", where=f'field="{field}"')
+
+
+def service(field: str) -> str:
+    """Return the query for a number of each service."""
+    return newest("services", "services", "name", where=f'field="{field}"')
+
+
+def rate(metric: table.Exported[Any], *labels: str, where: str = "") -> str:
     """Return the query for the growth of a counter per second by labels."""
     names = ", ".join(("instance", *labels))
     return f"sum by ({names}) (rate({metric.sample}{{{_matchers(where)}}}[5m]))"
 
 
-def mean(metric: table.Exported, *labels: str, where: str = "") -> str:
+def mean(metric: table.Exported[Any], *labels: str, where: str = "") -> str:
     """Return the query for the mean of a histogram by labels."""
     names, chosen = ", ".join(("instance", *labels)), _matchers(where)
     total, number = f"{metric.name}_sum{{{chosen}}}", f"{metric.name}_count{{{chosen}}}"
     return f"sum by ({names}) (rate({total}[5m])) / sum by ({names}) (rate({number}[5m]))"
 
 
-def quantile(share: float, metric: table.Exported, *labels: str, where: str = "") -> str:
+def quantile(share: float, metric: table.Exported[Any], *labels: str, where: str = "") -> str:
     """Return the query for a quantile of a histogram by labels."""
     names = ", ".join(("instance", *labels, "le"))
     return f"histogram_quantile({share}, sum by ({names}) (rate({metric.name}_bucket{{{_matchers(where)}}}[5m])))"
@@ -77,8 +94,10 @@ def _matchers(where: str) -> str:
 
 INVENTORY: Final = 'state=~"pending|in_flight|waiting|sealed|leased"'
 
+EVICTED: Final = 'event=~"rollouts_reissued|rollouts_evicted"'
 CACHED: Final = 'kind="cached"'
 PROMPT: Final = 'kind="prompt"'
+SERVICES_S: Final = newest("services", "seconds")
 
 OVERVIEW: Final = Dashboard(
     name="overview",
@@ -92,13 +111,16 @@ OVERVIEW: Final = Dashboard(
         Panel(
             title="Reward and held-out success",
             queries=(
-                Query(each(table.STEP_REWARD), "reward of the newest step"),
-                Query(each(table.EVALUATION_SUCCESS), "held-out success"),
+                Query(newest("step", "reward"), "reward of the newest step"),
+                Query(newest("evaluation", "success"), "held-out success"),
             ),
         ),
         Panel(
             title="Steps and evaluations",
-            queries=(Query(each(table.STEP), "step"), Query(each(table.EVALUATED_STEP), "step of the evaluation")),
+            queries=(
+                Query(newest("step", "step"), "step"),
+                Query(newest("evaluation", "step"), "step of the evaluation"),
+            ),
         ),
         Panel(
             title="Inventory: rollouts by state",
@@ -122,7 +144,7 @@ OVERVIEW: Final = Dashboard(
                 Query(each(table.MAX_STALENESS), "bound"),
             ),
         ),
-        Panel(title="Evictions", unit="ops", queries=(Query(rate(table.EVICTIONS, "outcome"), "{{outcome}}"),)),
+        Panel(title="Evictions", unit="ops", queries=(Query(rate(table.EVENTS, "event", where=EVICTED), "{{event}}"),)),
         Panel(
             title="Learner",
             unit="percentunit",
@@ -130,8 +152,19 @@ OVERVIEW: Final = Dashboard(
             queries=(Query(rate(table.LEARNER_S, "activity"), "{{activity}}"),),
         ),
         Panel(title="Learner busy", unit="percentunit", queries=(Query(recorded(rules.LEARNER_BUSY)),)),
-        Panel(title="Newest step, seconds", unit="s", queries=(Query(each(table.STEP_S, "activity"), "{{activity}}"),)),
-        Panel(title="Numbers of the newest step", queries=(Query(each(table.STEP_VALUE, "name"), "{{name}}"),)),
+        Panel(
+            title="Newest step, seconds",
+            unit="s",
+            queries=(
+                Query(newest("step", "step_s"), "training"),
+                Query(newest("step", "idle_s"), "waiting"),
+                Query(newest("step", "push_s"), "pushing"),
+            ),
+        ),
+        Panel(
+            title="Numbers of the newest step",
+            queries=(Query(f'{{__name__=~"headrace_step_.+",name="",{RUN}}}', "{{__name__}}"),),
+        ),
         Panel(
             title="Steps by outcome",
             unit="ops",
@@ -143,15 +176,7 @@ OVERVIEW: Final = Dashboard(
         Panel(
             title="Use of stations",
             unit="percentunit",
-            queries=(
-                Query(
-                    f"{each(table.STATION_IN_USE, 'station')} / {each(table.STATION_CAPACITY, 'station')}",
-                    "{{station}}",
-                ),
-            ),
-        ),
-        Panel(
-            title="Limiting station", queries=(Query(f"{each(table.STATION_LIMITS, 'station')} == 1", "{{station}}"),)
+            queries=(Query(f"{station('in_use')} / {station('capacity')}", "{{name}}"),),
         ),
         Panel(
             title="Wasted sandbox time",
@@ -181,7 +206,7 @@ OVERVIEW: Final = Dashboard(
                 Query(f"time() - {each(table.NEWEST_END)}", "the end of an attempt"),
                 Query(f"time() - {each(table.NEWEST_COMMIT)}", "a step"),
                 Query(f"time() - {each(table.NEWEST_CHECKPOINT)}", "a checkpoint"),
-                Query(f"time() - {each(table.STALL_AT, 'outcome')}", "a stall ({{outcome}})"),
+                Query(f"time() - {newest('stall', 'time_s')}", "a stall"),
             ),
         ),
         Panel(title="Free disk", unit="percentunit", queries=(Query(recorded(rules.DISK), "{{folder}}"),)),
@@ -192,6 +217,7 @@ OVERVIEW: Final = Dashboard(
             queries=(
                 Query(each(table.READ_S), "time of reading"),
                 Query(each(table.BAD_LINES), "bad lines"),
+                Query(each(table.LEFT_OUT), "numbers without a gauge"),
                 Query(each(table.LEDGER_READABLE), "ledger readable"),
             ),
         ),
@@ -209,7 +235,10 @@ ROLLOUTS: Final = Dashboard(
         ),
         Panel(
             title="In flight",
-            queries=(Query(each(table.IN_FLIGHT), "in flight"), Query(each(table.ROLLOUT_LIMIT), "limit of pacing")),
+            queries=(
+                Query(newest("stations", "in_flight"), "in flight"),
+                Query(newest("stations", "rollout_limit"), "limit of pacing"),
+            ),
         ),
         Panel(title="Stuck", queries=(Query(each(table.STUCK), "beyond 3 x p95"),)),
         Panel(title="Oldest", unit="s", queries=(Query(each(table.OLDEST_S)),)),
@@ -238,11 +267,7 @@ ROLLOUTS: Final = Dashboard(
                 ),
             ),
         ),
-        Panel(
-            title="Stations: seconds of a rollout",
-            unit="s",
-            queries=(Query(each(table.STATION_S, "station"), "{{station}}"),),
-        ),
+        Panel(title="Stations: seconds of a rollout", unit="s", queries=(Query(station("mean_s"), "{{name}}"),)),
         Panel(
             title="Attempts by host and cause",
             kind="table",
@@ -278,12 +303,18 @@ ROLLOUTS: Final = Dashboard(
         Panel(
             title="Calls to services",
             unit="ops",
-            queries=(Query(each(table.SERVICE_CALLS, "service", "outcome"), "{{service}} {{outcome}}"),),
+            queries=(
+                Query(f"{service('calls')} / on (instance) group_left () {SERVICES_S}", "{{name}}"),
+                Query(f"{service('failures')} / on (instance) group_left () {SERVICES_S}", "{{name}}, failed"),
+            ),
         ),
         Panel(
             title="Seconds of a call to a service",
             unit="s",
-            queries=(Query(each(table.SERVICE_S, "service", "activity"), "{{service}} {{activity}}"),),
+            queries=(
+                Query(f"{service('waiting_s')} / {service('calls')}", "{{name}} waiting"),
+                Query(f"{service('calling_s')} / {service('calls')}", "{{name}} calling"),
+            ),
         ),
     ),
 )
@@ -318,23 +349,27 @@ ENGINES: Final = Dashboard(
             queries=(Query(f"{rate(table.TOKENS_USED, where=CACHED)} / {rate(table.TOKENS_USED, where=PROMPT)}"),),
         ),
         Panel(
-            title="Newest push, seconds by phase", unit="s", queries=(Query(each(table.PUSH_S, "phase"), "{{phase}}"),)
+            title="Newest push, seconds by phase",
+            unit="s",
+            queries=(Query(newest("push", "seconds", "name"), "{{name}}"), Query(newest("push", "total_s"), "total")),
         ),
-        Panel(title="Time since a push", unit="s", queries=(Query(f"time() - {each(table.PUSH_AT)}"),)),
-        Panel(title="Bytes of the newest push", unit="bytes", queries=(Query(each(table.PUSH_BYTES)),)),
+        Panel(title="Time since a push", unit="s", queries=(Query(f"time() - {newest('push', 'time_s')}"),)),
+        Panel(title="Bytes of the newest push", unit="bytes", queries=(Query(newest("push", "sent_bytes")),)),
         Panel(
             title="Costs of the newest push",
             queries=(
-                Query(each(table.PUSH_RECOMPUTED), "tokens computed again"),
-                Query(each(table.PUSH_QUARANTINED), "engines that failed"),
+                Query(newest("push", "tokens_recomputed"), "tokens computed again"),
+                Query(newest("push", "quarantined"), "engines that failed"),
             ),
         ),
-        Panel(title="Share of time with closed gates", unit="percentunit", queries=(Query(each(table.PUSH_STALL)),)),
+        Panel(
+            title="Share of time with closed gates", unit="percentunit", queries=(Query(newest("push", "stall_share")),)
+        ),
         Panel(
             title="Difference of log-probabilities, nats",
             queries=(
-                Query(each(table.MISMATCH), "newest step"),
-                Query(f"time() - {each(table.MISMATCH_AT)}", "seconds since an alarm"),
+                Query(newest("step", "mismatch", where='name="mean_abs_log_ratio"'), "newest step"),
+                Query(f"time() - {newest('mismatch_alarm', 'time_s')}", "seconds since an alarm"),
             ),
         ),
     ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.actors.telemetry.prometheus import table
+from headrace.actors.telemetry.prometheus.records import name_of
 
 RUN: Final = "job, instance"
 """Labels that tell runs apart: each run has an exporter of its own."""
@@ -52,6 +53,7 @@ def share(part: str, whole: str) -> str:
 
 ATTEMPTS: Final = table.ATTEMPTS.sample
 INFRA: Final = f'{ATTEMPTS}{{cause=~"infra|evaluator|poison"}}'
+LEARNER: Final = f'{name_of("stations", "stations")}{{name="learner",field="in_use"}}'
 DRIVEN: Final = f"on ({RUN}) ({table.DRIVEN.sample} == 1)"
 
 ATTEMPT_RATE: Final = Recording(
@@ -62,7 +64,7 @@ INFRA_SHARE: Final = Recording(
 )
 LEARNER_BUSY: Final = Recording(
     name="run:headrace_learner_busy:avg15m",
-    query=f'max by ({RUN}) (avg_over_time({table.STATION_IN_USE.sample}{{station="learner"}}[15m]))',
+    query=f"max by ({RUN}) (avg_over_time({LEARNER}[15m]))",
 )
 PART_P95: Final = Recording(
     name="run:headrace_part_seconds:p95_rate15m",
@@ -107,10 +109,10 @@ STARVING: Final = Alert(
     labels={},
     after_minutes=40,
     told="the learner was busy for 5% of the last 15 minutes",
-    firing=(Series(f'{table.STATION_IN_USE.sample}{{station="learner"}}', "0.05x60"), DRIVING),
+    firing=(Series(LEARNER, "0.05x60"), DRIVING),
     # The run is over.
     quiet=(
-        Series(f'{table.STATION_IN_USE.sample}{{station="learner"}}', "0.05x60"),
+        Series(LEARNER, "0.05x60"),
         Series(table.DRIVEN.sample, "1 1 0x60"),
     ),
 )

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.telemetry.prometheus.run_metrics import Exposition
+from headrace.actors.telemetry.prometheus.exposition import Exposition
 from headrace.actors.telemetry.slow.in_flight import in_flight
 from headrace.actors.telemetry.spans.exporting import CURSOR, FOLDER, Cursor
 from headrace.actors.telemetry.spans.store import FOLDER as SPANS
@@ -28,6 +28,7 @@ from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
 from support import run_rig as runs
 from support.collectors import http_collector
+from support.scrapes import OPENMETRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(3600)]
 KILLS = 20
@@ -119,7 +120,7 @@ def test_twenty_kills_lose_no_rollout_repeat_no_span_and_keep_counts(tmp_path: P
     every_rollout_is_in_view(directory)
     report = verify(directory.path)
     assert report.clean, report.problems
-    counted = totals(Exposition(directory).render(openmetrics=True).decode())
+    counted = totals(Exposition(directory).render(OPENMETRICS)[0].decode())
     assert counted["steps_total"] - counted["steps_rolled_back_total"] == report.steps + report.steps_skipped
     assert counted["steps_rolled_back_total"] == report.steps_rolled_back
     assert counted["rollouts"] == report.issued > 0

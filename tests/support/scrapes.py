@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import pytest
 from aiohttp import web
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.telemetry.prometheus.app import PATH, metrics_handler
-from headrace.actors.telemetry.prometheus.run_metrics import Exposition
+from headrace.actors.telemetry.prometheus.exposition import PATH, Exposition, metrics_handler
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 Series: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+"""Header Accept of a scrape that takes OpenMetrics."""
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not on PATH (Debian's package prometheus has it)"
+)
 CHANGING = ("headrace_read_seconds", "headrace_disk_", "headrace_oldest_rollout_seconds", "headrace_stuck_rollouts")
 """Gauges that differ between two scrapes of the same files."""
 
 
 def samples_of(exposition: Exposition) -> list[Sample]:
     """Return the samples of one scrape, parsed from OpenMetrics."""
-    text = exposition.render(openmetrics=True).decode()
+    text = exposition.render(OPENMETRICS)[0].decode()
     families = text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
     return [sample for family in families for sample in family.samples]
 
@@ -57,3 +64,9 @@ def exposition_app(run_dir: Path) -> web.Application:
     app = web.Application()
     app.router.add_get(PATH, metrics_handler(Exposition(RunDirectory.at(run_dir))))
     return app
+
+
+def refused_by_promtool(text: bytes) -> str:
+    """Return what `promtool check metrics` has against a text in the plain format; nothing if it accepts it."""
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False, timeout=60)
+    return (done.stdout + done.stderr).decode() if done.returncode else ""

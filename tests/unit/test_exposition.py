@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -11,28 +12,27 @@ import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.web import Application
 from benches.scrape import measure
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
-from prometheus_client.registry import Collector
 
-from headrace.actors.record.files.metrics import MetricsLog, StallMetric, StationsMetric
+from headrace.actors.record.files.metrics import METRICS, MetricsLog, StallMetric, StationMeans, StationsMetric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.record.files.running import FOLDER, RunningFile, RunningRollout, write_running
 from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.actors.simulation.virtual.simulate import run_plan
-from headrace.actors.telemetry.prometheus import table
-from headrace.actors.telemetry.prometheus.app import PATH, metrics_handler
-from headrace.actors.telemetry.prometheus.counts import Counts
-from headrace.actors.telemetry.prometheus.run_metrics import OPENMETRICS, PLAIN, Exposition, NewestRecords
+from headrace.actors.telemetry.prometheus import records, series, table
+from headrace.actors.telemetry.prometheus.exposition import PATH, Exposition, metrics_handler
+from headrace.actors.telemetry.prometheus.ledger import number
+from headrace.actors.telemetry.prometheus.records import NewestRecords, name_of
+from headrace.actors.telemetry.prometheus.series import Series
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.ledger.store import ReplayStore
@@ -43,11 +43,17 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.serve.tracing.retention import RetentionConfig, older_files
 from support import replay_cases as cases
 from support.ledger_life import BROKE
-from support.scrapes import by_label, exposition_app, fresh, lasting, samples_of, scraped
+from support.scrapes import (
+    by_label,
+    exposition_app,
+    fresh,
+    lasting,
+    needs_promtool,
+    refused_by_promtool,
+    samples_of,
+    scraped,
+)
 from support.striking import Moment
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 NOW = 1_800_000_000.0
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -60,16 +66,6 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = SimulationPlan(steps=4, slots=32, batch_size=16, group_size=4, hosts=2, evaluate_every=2, heldout=8, boots=4)
     run_plan(plan, folder)
     return folder
-
-
-class Fixed(Collector):
-    """Collector of given metrics."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self.families = families
-
-    def collect(self) -> list[Metric]:
-        return self.families
 
 
 def result_of(order: RolloutOrder, version: PolicyVersion, tool: str = "bash", **more: Any) -> RolloutResult:
@@ -126,11 +122,21 @@ def test_counts_agree_with_the_rows_of_ledger_and_archive(simulated: Path) -> No
     assert values["headrace_attempt_seconds_count", (("purpose", "evaluation"),)] == 24
 
 
-def test_every_sample_is_of_a_metric_in_the_table(simulated: Path) -> None:
+def test_every_sample_is_of_a_metric_in_the_table_or_a_field_of_a_record(simulated: Path) -> None:
     known = {name for metric in table.TABLE for name in metric.samples}
-    assert {sample.name for sample in samples_of(fresh(simulated))} <= known
-    assert all(metric.name.endswith(metric.unit) for metric in table.TABLE)
+    others = {sample.name for sample in samples_of(fresh(simulated))} - known
+    of_records = [f"headrace_{record.kind}_" for record in METRICS]
+    assert others
+    assert [name for name in others if not name.startswith(tuple(of_records))] == []
     assert len({metric.name for metric in table.TABLE}) == len(table.TABLE)
+
+
+@needs_promtool
+def test_promtool_accepts_the_metrics_of_a_run(simulated: Path) -> None:
+    text, _ = fresh(simulated).render("")
+    assert b"headrace_part_seconds_bucket" in text
+    assert refused_by_promtool(text) == ""
+    assert refused_by_promtool(text + text) != "", "every series has two values"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ async def test_exemplars_are_the_newest_trace_of_each_bucket_and_exist_in_the_le
         ("10.0", {"trace_id": newest})
     ]
     assert decode[0].exemplar is not None
-    assert (decode[0].exemplar.value, float(decode[0].exemplar.timestamp)) == (4.5, NOW + 4)
+    assert decode[0].exemplar.value == 4.5
     assert {each.name for each in found} >= {"headrace_attempt_seconds_bucket", "gen_ai_client_token_usage_bucket"}
 
 
@@ -228,50 +234,159 @@ async def test_names_beyond_the_limit_are_summed_into_other_in_the_same_way_afte
         tmp_path, config, cases.tasks(20), run_id="r", seed=3, clock=lambda: clock[0]
     ) as store:
         version = await store.open_epoch(None)
-        for number, order in enumerate(await store.issue(80, version)):
+        for place, order in enumerate(await store.issue(80, version)):
             clock[0] += 1
-            await store.offer_many([result_of(order, version, tool=f"tool-{number}", host=f"host-{number}")])
-            if number % 20 == 0:
+            await store.offer_many([result_of(order, version, tool=f"tool-{place}", host=f"host-{place}")])
+            if place % 20 == 0:
                 scraped(seen)
     values = lasting(seen)
     assert values == lasting(fresh(tmp_path))
     parts = by_label(values, "headrace_part_seconds_count", "part")
-    assert len(parts) <= table.MAX_VALUES
+    assert len(parts) <= series.MAX_VALUES
     assert sum(parts.values()) == 3 * 80
     assert parts["engine.decode"] == 80, "the parts with a fixed name keep it"
     hosts = by_label(values, "headrace_host_attempts_total", "host")
-    assert (len(hosts), hosts["other"]) == (table.MAX_VALUES, 80 - table.MAX_VALUES + 1)
+    assert (len(hosts), hosts["other"]) == (series.MAX_VALUES, 80 - series.MAX_VALUES + 1)
 
 
 def test_a_million_values_of_a_label_take_no_more_memory_and_output_than_fifty() -> None:
-    counts = Counts()
-    for number in range(990_000):
-        counts.add(table.HOST_ATTEMPTS, number, "infra")
+    counts = Series()
+    for place in range(990_000):
+        counts.of(table.HOST_ATTEMPTS, str(place), "infra").inc()
     tracemalloc.start()
     try:
-        for number in range(990_000, 1_000_000):
-            counts.add(table.HOST_ATTEMPTS, number, "infra")
+        for place in range(990_000, 1_000_000):
+            counts.of(table.HOST_ATTEMPTS, str(place), "infra").inc()
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    [family] = counts.families()
-    assert len(family.samples) == table.MAX_VALUES
-    assert sum(sample.value for sample in family.samples) == 1_000_000
+    [family] = counts.registry.collect()
+    found = [sample for sample in family.samples if sample.name.endswith("_total")]
+    assert len(found) == series.MAX_VALUES
+    assert sum(sample.value for sample in found) == 1_000_000
     assert held_bytes < 10_000
 
 
-@pytest.mark.parametrize("name", ['a"b\\c', "two\nlines", "nul\x00", "\ud800", "עברית", "x" * 500, "# EOF", ""])
+NAMES = ('a"b\\c', "two\nlines", "nul\x00", "\ud800", "עברית", "x" * 500, "# EOF", "")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_any_name_gives_text_that_both_parsers_read(name: str) -> None:
-    counts = Counts()
-    counts.add(table.HOST_ATTEMPTS, name, "infra", by=7)
-    registry = CollectorRegistry()
-    registry.register(Fixed(list(counts.families())))
+    counts = Series()
+    counts.of(table.HOST_ATTEMPTS, name, "infra").inc(7)
     for generate, parse in ((generate_openmetrics, parse_openmetrics), (generate_latest, parse_plain)):
-        [family] = parse(generate(registry).decode())
-        [sample] = (each for each in family.samples if each.name == "headrace_host_attempts_total")
+        families = parse(generate(counts.registry).decode())
+        [sample] = (
+            each for family in families for each in family.samples if each.name == "headrace_host_attempts_total"
+        )
         assert sample.value == 7
-        assert len(sample.labels["host"]) == min(len(name), table.MAX_CHARACTERS)
+        assert len(sample.labels["host"]) == min(len(name), series.MAX_CHARACTERS)
         assert sample.labels["host"].isprintable()
+
+
+@needs_promtool
+async def test_promtool_accepts_strange_names_from_the_ledger(tmp_path: Path) -> None:
+    async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3) as store:
+        version = await store.open_epoch(None)
+        orders = await store.issue(4, version)
+        await store.offer_many([result_of(order, version, tool='b"\n', host=NAMES[0]) for order in orders])
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database, database:
+        strange = [name for name in NAMES if name != "\ud800"]
+        for order, name in zip(orders, strange, strict=False):
+            database.execute(
+                "UPDATE attempts SET host = ?, trace_id = ? WHERE rollout_id = ?", (name, name, order.rollout_id)
+            )
+    text, _ = fresh(tmp_path).render("")
+    assert refused_by_promtool(text) == ""
+    assert by_label(scraped(fresh(tmp_path)), "headrace_host_attempts_total", "cause")["solved"] == 4
+    exemplars = {each.exemplar.labels["trace_id"] for each in samples_of(fresh(tmp_path)) if each.exemplar}
+    assert exemplars
+    assert all(len(trace) <= series.MAX_CHARACTERS and trace.isprintable() for trace in exemplars)
+
+
+def test_each_number_of_the_newest_record_is_a_gauge(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    busy = StationMeans(in_use=0.5, capacity=1.0, mean_s=None)
+    for in_flight in (7.0, 8.0):
+        log.append(
+            StationsMetric(
+                seconds=10.0,
+                in_flight=in_flight,
+                held_up_by="learner",
+                stations={"learner": busy},
+                pacing={"rollout_limit": 9, "slowed_by": "x"},
+            ),
+            time_s=NOW,
+        )
+    log.append(StallMetric(ended=True, reason="no step"), time_s=NOW + 1)
+    push = b'"seconds":{"gate":1.5,"open":0.5},"quarantined":["e0","e1"],"updated":[],"gate_s":[0.5],"stall_share":null'
+    log.write([b'{"kind":"push","time_s":1,"total_s":2,%s}\n' % push])
+    found = {
+        (name.removeprefix("headrace_"), *(value for _, value in labels)): value
+        for (name, labels), value in scraped(fresh(tmp_path)).items()
+        if name.startswith(("headrace_stations_", "headrace_stall_", "headrace_push_"))
+    }
+    assert found == {
+        ("stations_seconds",): 10.0,
+        ("stations_in_flight",): 8.0,
+        ("stations_timestamp_seconds",): NOW,
+        ("stations_rollout_limit",): 9.0,
+        ("stations_stations", "in_use", "learner"): 0.5,
+        ("stations_stations", "capacity", "learner"): 1.0,
+        ("stall_ended",): 1.0,
+        ("stall_timestamp_seconds",): NOW + 1,
+        ("push_timestamp_seconds",): 1.0,
+        ("push_total_seconds",): 2.0,
+        ("push_seconds", "gate"): 1.5,
+        ("push_seconds", "open"): 0.5,
+        ("push_quarantined",): 2.0,
+        ("push_updated",): 0.0,
+    }
+    assert name_of("push", "total_s") == "headrace_push_total_seconds"
+
+
+def test_records_give_a_bounded_number_of_series_of_distinct_names(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    many = ",".join(f'"{number}":1' for number in range(records.MAX_SERIES))
+    log.write(
+        [
+            b'{"kind":"step","time_s":1,"a/b":1,"a.b":2,"c\\nd":{"\\"x\\n":3},"nested":{"a":{"b":{"c":1}}}}\n',
+            # The name of a counter of the ledger.
+            b'{"kind":"attempts","time_s":1,"total":5}\n',
+            b'{"kind":"z","time_s":1,"many":{%s}}\n' % many.encode(),
+            *(b'{"kind":"k%d"}\n' % number for number in range(records.MAX_KINDS)),
+        ]
+    )
+    exposition = fresh(tmp_path)
+    values = scraped(exposition)
+    assert values["headrace_step_a_b", ()] == 1.0
+    assert values["headrace_step_c_d", (("name", '"x\N{REPLACEMENT CHARACTER}'),)] == 3.0
+    # A counter of the ledger has this name.
+    assert ("headrace_attempts_total", ()) not in values
+    # Before the many come three of the step, and the times of two records.
+    assert sum(name == "headrace_z_many" for name, _ in values) == records.MAX_SERIES - 5
+    assert values["headrace_metrics_left_out", ()] == len(("a.b", "total")) + 5
+    assert values["headrace_metrics_bad_lines", ()] == 3
+
+
+def test_sums_do_not_depend_on_the_order_of_the_attempts() -> None:
+    values = [random.Random(seed).uniform(0, 10_000) for seed in range(1000)]
+    sums, plain = set(), set()
+    for seed in range(20):
+        random.Random(seed).shuffle(values)
+        counts = Series()
+        for value in values:
+            counts.of(table.SANDBOX_S, "train").inc(number(value))
+        [family] = counts.registry.collect()
+        sums.add(next(sample.value for sample in family.samples if sample.name.endswith("_total")))
+        total = 0.0
+        for value in values:
+            total += value
+        plain.add(total)
+    assert len(sums) == 1
+    assert len(plain) > 1, "sums of the values themselves differ"
+    assert sums.pop() == pytest.approx(plain.pop(), abs=1e-3)
+    assert [number(value) for value in (-1, float("nan"), float("inf"), None, "3", True)] == [0, 0, 0, 0, 0, 1]
 
 
 def stations(in_flight: float) -> StationsMetric:
@@ -288,13 +403,13 @@ def test_counts_do_not_change_when_old_metrics_files_are_removed(simulated: Path
     (tmp_path / "archive.db").write_bytes((simulated / "archive.db").read_bytes())
     log = MetricsLog(tmp_path / "metrics.jsonl", RetentionConfig(file_bytes=4096, metrics_bytes=8192))
     seen = fresh(tmp_path)
-    for number in range(400):
-        log.append(stations(number))
-        if number % 39 == 0:
-            assert scraped(seen)["headrace_rollouts_in_flight", ()] == number
+    for place in range(400):
+        log.append(stations(place))
+        if place % 39 == 0:
+            assert scraped(seen)["headrace_stations_in_flight", ()] == place
     assert older_files(tmp_path / "metrics.jsonl")[0].stem > "metrics-000003", "some were removed"
     after = lasting(fresh(tmp_path))
-    assert after["headrace_rollouts_in_flight", ()] == 399
+    assert after["headrace_stations_in_flight", ()] == 399
     counts = {key: value for key, value in before.items() if key[0].endswith(("_total", "_count", "_bucket", "_sum"))}
     assert {key: after[key] for key in counts} == counts
 
@@ -308,12 +423,12 @@ def test_an_archive_that_was_away_is_counted_when_it_is_back(
     ):
         source.backup(copy)
     seen = fresh(tmp_path)
-    lost = by_label(lasting(seen), "headrace_rollouts", "state")
+    lost = by_label(lasting(seen), "headrace_attempts_total", "purpose")
     assert "archive.db is missing" in caplog.text
     shutil.copy(simulated / "archive.db", tmp_path / "archive.db")
     found = lasting(seen)
     assert found == lasting(fresh(tmp_path))
-    assert by_label(found, "headrace_rollouts", "state")["trained"] > lost["trained"]
+    assert by_label(found, "headrace_attempts_total", "purpose")["train"] > lost["train"]
 
 
 @pytest.mark.parametrize(
@@ -343,18 +458,18 @@ async def test_a_strange_breakdown_costs_its_own_figures_only(breakdown: str, tm
 def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    records = NewestRecords(path, ("stall",))
+    newest = NewestRecords(path)
     log.append(StallMetric(ended=False, reason="first"), time_s=1.0)
     log.write([b"\x00\xff not json\n", b"[1]\n", b'{"kind": 7}\n'])
     # A reader may see the first half of a line that is being written; a writer never continues a torn one.
     with path.open("ab") as file:
         file.write(b'{"kind":"stall","time_s":2,"ended":true,')
-    records.update()
-    assert (records.newest["stall"]["reason"], records.bad_lines) == ("first", 3), "the last line is not whole yet"
+    newest.update()
+    assert (newest.newest["stall"]["reason"], newest.bad_lines) == ("first", 3), "the last line is not whole yet"
     with path.open("ab") as file:
         file.write(b'"reason":"second"}\n')
-    records.update()
-    assert (records.newest["stall"]["reason"], records.bad_lines) == ("second", 3)
+    newest.update()
+    assert (newest.newest["stall"]["reason"], newest.bad_lines) == ("second", 3)
 
 
 def test_a_folder_without_a_ledger_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -412,12 +527,16 @@ async def test_a_rollout_far_beyond_its_cohort_is_stuck_while_the_run_is_driven(
         values = scraped(exposition)
         assert values["headrace_stuck_rollouts", ()] == 3
         assert values["headrace_oldest_rollout_seconds", ()] == 32
-        assert by_label(values, "headrace_running_rollouts", "part") == {"tool.bash": 1.0}
+        assert by_label(values, "headrace_running_rollouts", "part") == {"dispatch": 2.0, "tool.bash": 1.0}
         clock[0] = NOW + 29
         assert scraped(exposition)["headrace_stuck_rollouts", ()] == 0, "three times the p95 are 30 s"
         clock[0] = NOW + 99
-        assert by_label(scraped(exposition), "headrace_running_rollouts", "part") == {}, "its worker is silent"
-    assert scraped(exposition)["headrace_stuck_rollouts", ()] == 0, "nobody drives the run"
+        assert by_label(scraped(exposition), "headrace_running_rollouts", "part") == {"dispatch": 2.0}, (
+            "a silent worker"
+        )
+    values = scraped(exposition)
+    assert values["headrace_stuck_rollouts", ()] == 0, "nobody drives the run"
+    assert by_label(values, "headrace_running_rollouts", "part") == {}
 
 
 async def serve(app: Application) -> TestClient[Any, Any]:
@@ -430,13 +549,13 @@ async def test_the_format_follows_the_request(simulated: Path) -> None:
     async with await serve(exposition_app(simulated)) as client:
         asked = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
         async with client.get(PATH, headers={"Accept": asked}) as answer:
-            assert (answer.status, answer.headers["Content-Type"]) == (200, OPENMETRICS)
+            assert (answer.status, answer.content_type) == (200, "application/openmetrics-text")
             text = await answer.text()
         assert text.endswith("# EOF\n")
         assert {family.name for family in parse_openmetrics(text)} >= {"headrace_attempts", "headrace_part_seconds"}
-        for accept in ("text/plain", "*/*", ""):
+        for accept in ("text/plain", "*/*", "", "application/openmetrics-text;version=x"):
             async with client.get(PATH, headers={"Accept": accept}) as answer:
-                assert (answer.status, answer.headers["Content-Type"]) == (200, PLAIN)
+                assert (answer.status, answer.content_type) == (200, "text/plain")
                 plain = await answer.text()
             assert "# EOF" not in plain
             assert {family.name for family in parse_plain(plain)} >= {"headrace_attempts", "headrace_part_seconds"}

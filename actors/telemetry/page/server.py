@@ -25,8 +25,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.services.local_server import key_of
 from headrace.actors.telemetry.page.app import build_app
-from headrace.actors.telemetry.prometheus.app import PATH, metrics_handler
-from headrace.actors.telemetry.prometheus.run_metrics import Exposition
+from headrace.actors.telemetry.prometheus.exposition import PATH, Exposition, metrics_handler
 from headrace.buffer.primitives.durable_files import replace_file
 
 CLOSE_S: Final = 0.5
