@@ -40,7 +40,8 @@ from headrace.actors.errors import ConfigError, EngineUnknown, RunError, RunRefu
 from headrace.actors.run.changes import changed_document
 from headrace.actors.run.config import RunConfig, resolve, validated
 from headrace.actors.run.node_drain import RunLeft
-from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
+from headrace.actors.telemetry.page.access import PageAnswer
+from headrace.actors.telemetry.page.page_processes import MountedPages, PageRequest
 from headrace.actors.training.external_loop import ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall
 from headrace.policies.engine import EngineId

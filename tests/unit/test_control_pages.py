@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.actors.cluster.api import pages as control_pages
 from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import RunError
-from headrace.actors.telemetry.page import page_processes
+from headrace.actors.telemetry.page import access, page_processes
 from headrace.actors.telemetry.page.page_processes import MountedPages, PageRequest
 from support.control_rig import KEYS, Answer, ControlRig, write_keys
 from support.observer_rig import simulated_run
@@ -117,7 +116,7 @@ async def test_cookies_of_others_and_old_ones_open_nothing(
         removed = await rig.call("GET", path, key="", cookie=good, **BROWSER)
         assert removed.status == 401
         write_keys(rig.key_file)
-        monkeypatch.setattr(control_pages, "COOKIE_S", -1)
+        monkeypatch.setattr(access, "COOKIE_S", -1)
         late = await rig.call("GET", path, key="", cookie=cookie_of(await log_in(rig, run, "alice")), **BROWSER)
         assert late.status == 401
 

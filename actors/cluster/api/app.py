@@ -31,13 +31,14 @@ from headrace.actors.cluster.api.bodies import (
     unknown_run,
     whole_number,
 )
-from headrace.actors.cluster.api.keys import KeyFile, digest_of
+from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.api.pages import RunPages
 from headrace.actors.cluster.api.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.cluster.runs.contract import LEAVE_S, EventPage, RunsApi
 from headrace.actors.cluster.runs.records import Caller, Role, RunId, RunRecord, Submission
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.runtime.actors.event_stream import POLL_S, event_stream
+from headrace.actors.telemetry.page.access import digest_of
 from headrace.actors.telemetry.page.page_processes import ANSWER_S
 from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall, Weights
 

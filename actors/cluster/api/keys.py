@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -46,11 +45,6 @@ class KeyFile:
             if compare_digest(known, digest):
                 found = caller
         return found
-
-
-def digest_of(key: str) -> bytes:
-    """Return the digest that a key file has of a key."""
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _read(path: Path) -> bytes:

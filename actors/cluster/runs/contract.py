@@ -19,7 +19,8 @@ from headrace.actors.run.node_drain import RunLeft
 from headrace.actors.training.trainer_calls import TrainerCall
 
 if TYPE_CHECKING:
-    from headrace.actors.telemetry.page.page_processes import PageAnswer, PageRequest
+    from headrace.actors.telemetry.page.access import PageAnswer
+    from headrace.actors.telemetry.page.page_processes import PageRequest
 
 LEAVE_S: Final = 60.0
 """Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its

@@ -61,7 +61,8 @@ from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, end_actor, namespace_of
 from headrace.actors.runtime.version import RUNNING, installed
-from headrace.actors.telemetry.page.page_processes import MountedPages, PageAnswer, PageRequest
+from headrace.actors.telemetry.page.access import PageAnswer
+from headrace.actors.telemetry.page.page_processes import MountedPages, PageRequest
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.trainer_calls import TrainerCall, Weights
 from headrace.buffer.primitives.durable_files import replace_file

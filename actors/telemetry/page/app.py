@@ -23,12 +23,11 @@ from markupsafe import Markup
 from headrace.actors.errors import RunError
 from headrace.actors.runtime.actors.event_stream import event_stream
 from headrace.actors.telemetry.page import views
-from headrace.actors.telemetry.page.access import NEEDED, Access, add_headers, cookie_name
+from headrace.actors.telemetry.page.access import HTML, NEEDED, Access, PageAnswer, add_headers
 from headrace.actors.telemetry.page.changes import Changes, ChangeWatch
 from headrace.actors.telemetry.page.computed import Busy
-from headrace.actors.telemetry.page.login import TOKEN, local_path, login_form
 from headrace.actors.telemetry.page.reader import RunReader
-from headrace.actors.telemetry.page.rendering import make_environment, static_files
+from headrace.actors.telemetry.page.rendering import make_environment
 from headrace.actors.telemetry.page.rollout_reading import RolloutUnknown
 from headrace.actors.telemetry.page.slow_verdicts import Explained
 from headrace.actors.telemetry.slow.waterfall_html import waterfall_fragment
@@ -67,7 +66,6 @@ class Pages:
         self.access = access
         self._reader = reader
         self._templates = make_environment()
-        self._static = static_files()
         self._changes = ChangeWatch(reader.mark)
         self._streams = 0
 
@@ -95,8 +93,7 @@ class Pages:
     async def refuse(self, request: web.Request) -> web.StreamResponse:
         """Answer a request without the token: with the form for a browser, else with one line."""
         if _wants_html(request) and request.method in ("GET", "HEAD"):
-            text = login_form(self._templates, str(request.rel_url), TOKEN)
-            return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
+            return _response(self.access.door.form(str(request.rel_url)))
         headers = {"WWW-Authenticate": "Bearer"}
         return web.Response(text=f"{NEEDED}\n", status=HTTPStatus.UNAUTHORIZED, headers=headers)
 
@@ -211,25 +208,14 @@ class Pages:
         return response
 
     async def _file(self, request: web.Request) -> web.Response:
-        found = self._static.get(request.match_info["file"])
+        found = self.access.door.file(request.match_info["file"], request.headers.get("If-None-Match"))
         if found is None:
             raise web.HTTPNotFound
-        body, kind, digest = found
-        headers = {"ETag": f'"{digest}"', "Cache-Control": "no-cache"}
-        if request.headers.get("If-None-Match") == f'"{digest}"':
-            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+        return _response(found)
 
-    async def _login(self, request: web.Request) -> web.StreamResponse:
-        form = await request.post()
-        token, path = form.get("token", ""), form.get("next", "")
-        if not isinstance(token, str) or not self.access.knows(token.strip()):
-            text = login_form(self._templates, local_path(path), TOKEN, wrong=True)
-            return web.Response(text=text, content_type="text/html", status=HTTPStatus.UNAUTHORIZED)
-        answer = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": local_path(path)})
-        folder = request.path.rpartition("/")[0] + "/"
-        answer.set_cookie(cookie_name(request), self.access.cookie, path=folder, httponly=True, samesite="Strict")
-        return answer
+    async def _login(self, request: web.Request) -> web.Response:
+        fields, host = await request.post(), request.headers.get("Host", "")
+        return _response(self.access.door.enter(fields, request.path, host, secure=request.secure))
 
     async def _found(self) -> dict[str, Any]:
         """Return the verdicts as far as they are known, why there are none, and whether they are being computed."""
@@ -254,13 +240,17 @@ class Pages:
         text = await self._reader.in_thread(lambda: self._templates.get_template(template).render(context))
         # A lone surrogate may be a part of any file's text.
         body = text.encode(errors="replace")
-        return web.Response(body=body, content_type="text/html", charset="utf-8", status=status)
+        return web.Response(body=body, headers={"Content-Type": HTML}, status=status)
 
     async def _problem(self, request: web.Request, status: HTTPStatus, text: str) -> web.Response:
         # Who asks for a file or the form may have no token, and a whole page names the run.
         if not _wants_html(request) or request.match_info.route.name in OPEN:
             return web.Response(status=status, body=f"{text}\n".encode(errors="replace"), content_type="text/plain")
         return await self._page("problem.html", status=status, problem=text, code=int(status))
+
+
+def _response(answer: PageAnswer) -> web.Response:
+    return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
 
 
 def _wants_html(request: web.Request) -> bool:

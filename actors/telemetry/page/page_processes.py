@@ -25,7 +25,7 @@ import aiohttp
 from yarl import URL
 
 from headrace.actors.errors import ConfigError, RunError
-from headrace.actors.telemetry.page.access import HEADERS
+from headrace.actors.telemetry.page.access import HEADERS, PageAnswer
 from headrace.actors.telemetry.page.server import ObserveOptions, observe
 from headrace.policies.processes.parent_death import die_with_parent
 
@@ -52,15 +52,6 @@ class PageRequest:
     path: str
     query: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageAnswer:
-    """The answer to one."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
 
 
 @dataclass(slots=True)
