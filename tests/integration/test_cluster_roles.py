@@ -11,10 +11,10 @@ import pytest
 from benches.cluster.soak import deploy_api
 
 from headrace.actors.cluster.api.client import ControlClient
-from headrace.actors.cluster.api.keys import digest_of
 from headrace.actors.cluster.runs.records import ActualState, RunRecord
 from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused, RunUnknown
 from headrace.actors.run.config import read_recipe
+from headrace.actors.telemetry.page.access import digest_of
 from support.cluster_rig import API_PORT, LIMITED, QUICK, ROOT, SHARED_ROLE, Cluster
 from support.marks import NEEDS_HOSTS
 from support.ray_hosts import HEAD

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.cluster.api.client import read_key
-from headrace.actors.cluster.api.keys import KeyFile, digest_of
+from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.runs.records import Caller, Role
 from headrace.actors.errors import ConfigError
+from headrace.actors.telemetry.page.access import digest_of
 
 
 def digest(key: str) -> str:

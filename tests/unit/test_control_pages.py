@@ -148,6 +148,22 @@ async def test_requests_without_a_key_and_oversized_forms_are_refused(tmp_path: 
 
 
 @pytest.mark.whole
+async def test_prometheus_finds_the_metrics_of_each_run_that_a_key_may_see(tmp_path: Path, run_folder: Path) -> None:
+    rig = ControlRig(tmp_path)
+    async with pages_of(rig, run_folder) as run:
+        asked = "/v1/metrics/targets"
+        [target] = (await rig.call("GET", asked, key="alice-read", host="control.example:8000")).document
+        assert target["targets"] == ["control.example:8000"]
+        assert (target["labels"]["instance"], target["labels"]["__scheme__"]) == (f"a-{run[:8]}", "http")
+        answer = await rig.call("GET", target["labels"]["__metrics_path__"], key="alice-read")
+        assert (answer.status, b"headrace_steps_total" in answer.body) == (200, True)
+        assert (await rig.call("GET", asked, key="bob", host="control.example:8000")).document == []
+        assert len((await rig.call("GET", asked, key="root", host="control.example:8000")).document) == 1
+        await rig.call("POST", f"/v1/runs/{run}/stop", key="alice")
+        assert (await rig.call("GET", asked, key="alice", host="control.example:8000")).document == []
+
+
+@pytest.mark.whole
 async def test_a_stream_of_events_ends_with_its_first_event(tmp_path: Path, run_folder: Path) -> None:
     rig = ControlRig(tmp_path)
     async with pages_of(rig, run_folder) as run:

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer
@@ -17,10 +18,11 @@ import yaml
 
 from headrace.actors.cli.app import app
 from headrace.actors.cluster.api import ControlArguments
-from headrace.actors.cluster.api.keys import KeyFile, Role, digest_of
+from headrace.actors.cluster.api.keys import KeyFile, Role
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.placement import ClusterSection
 from headrace.actors.run.sections import ServiceSection
+from headrace.actors.telemetry.page.access import digest_of
 from headrace.serve.sandbox_servers.e2b_state.images import load_images
 from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from support.manifests import (
@@ -79,7 +81,7 @@ def code_blocks(text: str, language: str = "") -> list[str]:
 def test_the_manifests_have_the_expected_kinds() -> None:
     kinds = {document["kind"] for document in manifests()}
     expected = {"Namespace", "RayCluster", "StatefulSet", "Service", "PersistentVolumeClaim", "NetworkPolicy"}
-    assert kinds == expected | {"PodMonitor"}
+    assert kinds == expected | {"ScrapeConfig"}
     assert ray_cluster()["apiVersion"] == "ray.io/v1"
 
 
@@ -215,9 +217,12 @@ def test_the_ports_of_the_head_are_those_of_the_listeners() -> None:
     ports = {port["containerPort"] for port in PODS["head"].container["ports"]}
     assert ports == {6379, 8265, 8000}
     assert [port for port in ports if f"({port})" not in listeners and f", {port})" not in listeners] == []
-    [monitor] = manifests("PodMonitor")
-    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
-    assert endpoint["port"] in {port["name"] for port in PODS["head"].container["ports"]}
+    [scraping] = manifests("ScrapeConfig")
+    [discovery] = scraping["spec"]["httpSDConfigs"]
+    found = urlsplit(discovery["url"])
+    assert found.port in ports
+    assert (found.path, discovery["authorization"]) == ("/v1/metrics/targets", scraping["spec"]["authorization"])
+    assert f"GET `{found.path}`" in (ROOT / "docs" / "control_api.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -355,11 +360,11 @@ def test_the_commands_of_a_page_exist(page: str) -> None:
 def test_kustomize_builds_the_manifests_with_one_image() -> None:
     built = build(FOLDER)
     assert {document["kind"] for document in built} - {"ConfigMap"} == {
-        document["kind"] for document in manifests() if document["kind"] != "PodMonitor"
+        document["kind"] for document in manifests() if document["kind"] != "ScrapeConfig"
     }
     images = [line for document in built for line in strings(document) if line.startswith("registry.example/")]
     assert images == ["registry.example/headrace:0.1"] * (len(RAY_PODS) + 1)
-    assert {document["kind"] for document in build(FOLDER / "monitoring")} == {"NetworkPolicy", "PodMonitor"}
+    assert {document["kind"] for document in build(FOLDER / "monitoring")} == {"NetworkPolicy", "ScrapeConfig"}
 
 
 @needs_kubectl

@@ -80,3 +80,14 @@ def test_promtool_accepts_the_files_and_each_alert_fires_on_its_series_only(
     done = subprocess.run(["promtool", *command], cwd=folder, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SUCCESS" in done.stdout
+
+
+@needs_promtool
+def test_promtool_accepts_the_configuration_for_a_cluster_in_the_guide(tmp_path: Path) -> None:
+    guide = (SCRIPT.parents[1] / "docs" / "monitoring.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "key").write_text("k")
+    (tmp_path / "prometheus.yml").write_text(text.replace("/etc/prometheus/headrace.key", str(tmp_path / "key")))
+    command = ["promtool", "check", "config", str(tmp_path / "prometheus.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

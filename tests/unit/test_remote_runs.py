@@ -16,11 +16,11 @@ import pytest
 
 from headrace.actors.cli import remote_runs
 from headrace.actors.cli.remote_runs import Api, Event
-from headrace.actors.cluster.api.keys import digest_of
 from headrace.actors.cluster.runs.records import ActualState
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.files.log_lines import Wanted
 from headrace.actors.run.config import RECIPE_PATHS, named_paths, resolve
+from headrace.actors.telemetry.page.access import digest_of
 from support.control_rig import ControlRig
 from support.runs_without_services import serving
 

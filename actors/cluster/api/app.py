@@ -35,7 +35,7 @@ from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.api.pages import RunPages
 from headrace.actors.cluster.api.refusals import Refusal, answer, refusal_of, refused
 from headrace.actors.cluster.runs.contract import LEAVE_S, EventPage, RunsApi
-from headrace.actors.cluster.runs.records import Caller, Role, RunId, RunRecord, Submission
+from headrace.actors.cluster.runs.records import ActualState, Caller, Role, RunId, RunRecord, Submission
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, RunUnknown
 from headrace.actors.runtime.actors.event_stream import POLL_S, event_stream
 from headrace.actors.telemetry.page.access import digest_of
@@ -119,6 +119,7 @@ class ControlApi:
             ("GET", "/readyz", self._guarded(self._readyz)),
             ("POST", "/v1/runs", allowed(Role.OPERATE, self._submit)),
             ("GET", "/v1/runs", allowed(Role.READ, self._list)),
+            ("GET", "/v1/metrics/targets", allowed(Role.READ, self._targets)),
             ("GET", run, on(Role.READ, self._show)),
             ("GET", f"{run}/status", on(Role.READ, self._status)),
             ("GET", f"{run}/report", on(Role.READ, self._report)),
@@ -226,8 +227,27 @@ class ControlApi:
 
     async def _list(self, request: Request, caller: Caller) -> Response:
         check_query(request)
+        return answer({"runs": await self._runs_of(caller)})
+
+    async def _targets(self, request: Request, caller: Caller) -> Response:
+        """Answer with the pages of the runs that have a service, as Prometheus' discovery over HTTP reads them."""
+        check_query(request)
+        below = request.url.path.removesuffix("/metrics/targets")
+        labels = [
+            {
+                "instance": f"{run.name}-{run.run_id[:8]}",
+                "__scheme__": request.url.scheme,
+                "__metrics_path__": f"{below}/runs/{run.run_id}/page/metrics",
+            }
+            for run in await self._runs_of(caller)
+            if run.is_live and run.actual is not ActualState.WAITING
+        ]
+        return answer([{"targets": [request.url.netloc], "labels": each} for each in labels])
+
+    async def _runs_of(self, caller: Caller) -> tuple[RunRecord, ...]:
+        """Return the runs that a caller may see."""
         owner = None if caller.role is Role.ADMIN else caller.owner
-        return answer({"runs": await self._call(lambda runs: runs.runs(owner))})
+        return await self._call(lambda runs: runs.runs(owner))
 
     async def _show(self, request: Request, run_id: RunId, _: Caller) -> Response:
         return answer(await self._call(lambda runs: runs.run(run_id)))
