@@ -19,11 +19,16 @@ from aiohttp import ClientError, ClientSession
 from monitoring.dashboards import DASHBOARDS
 from monitoring.rules import ALERTS, RECORDINGS
 
+from headrace.actors.cluster.runs.records import RunId
+from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.telemetry.prometheus import table
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.audit.verify import verify
+from support.control_rig import ControlRig
 from support.loopback import on_loopback
+from support.observer_rig import simulated_run
 from support.run_rig import run_simulated
+from support.runs_without_services import RECIPE, serving
 from support.scrapes import exposition_app, fresh, refused_by_promtool
 
 pytestmark = [
@@ -68,12 +73,9 @@ IN_A_QUIET_RUN: Final = {
 
 
 @asynccontextmanager
-async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
-    """The URL of a Prometheus with our configuration and rules that scrapes `target` every two seconds."""
-    runpy.run_path(str(SCRIPT))["write"](folder)
-    config = yaml.safe_load((folder / "prometheus.yml").read_text())
+async def prometheus(folder: Path, config: dict[str, Any]) -> AsyncIterator[str]:
+    """The URL of a Prometheus with a configuration, that scrapes every two seconds."""
     config["global"] = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "500ms"}
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     process = await asyncio.create_subprocess_exec(
         "prometheus",
@@ -120,11 +122,18 @@ async def test_every_query_has_rows_or_a_reason_and_exemplars_lead_to_traces(ray
     directory = await run_simulated(tmp_path, "run", *QUICK)
     assert refused_by_promtool(fresh(directory.path).render("")[0]) == ""
     began_s = time.time()
-    async with (
-        on_loopback(exposition_app(directory.path)) as exporter,
-        prometheus(tmp_path, exporter.removeprefix("http://")) as url,
-        ClientSession() as session,
-    ):
+    runpy.run_path(str(SCRIPT))["write"](tmp_path)
+    config = yaml.safe_load((tmp_path / "prometheus.yml").read_text())
+    async with on_loopback(exposition_app(directory.path)) as exporter:
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [exporter.removeprefix("http://")]}]
+        await every_query_is_answered(tmp_path, config, directory, began_s)
+
+
+async def every_query_is_answered(
+    folder: Path, config: dict[str, Any], directory: RunDirectory, began_s: float
+) -> None:
+    """Ask Prometheus all queries of rules, alerts and panels about a run that has ended."""
+    async with prometheus(folder, config) as url, ClientSession() as session:
         # Rates need two samples, and what is recorded one more round.
         await until_rows(session, url, "count_over_time(headrace_attempts_total[1m]) > 2")
         await until_rows(session, url, "count_over_time(run:headrace_attempts:rate15m[1m]) > 2")
@@ -159,3 +168,18 @@ async def test_every_query_has_rows_or_a_reason_and_exemplars_lead_to_traces(ray
     assert traces <= known
     recorded = {span["trace_id"] for span in SpanFolder.of_run(directory.path).spans(traces=traces)}
     assert recorded == traces
+
+
+async def test_prometheus_finds_a_run_at_the_control_api_as_the_guide_says(tmp_path: Path) -> None:
+    rig, guide = ControlRig(tmp_path), SCRIPT.parents[1] / "docs" / "monitoring.md"
+    run = (await rig.call("POST", "/v1/runs", {"name": "a", "recipe": RECIPE}, idempotency_key="k")).document["run_id"]
+    rig.runs.folders[RunId(run)] = await asyncio.to_thread(simulated_run, tmp_path / "run", steps=4)
+    (tmp_path / "key").write_text("alice-read")
+    [text] = re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.DOTALL)
+    text = text.replace("/etc/prometheus/headrace.key", str(tmp_path / "key"))
+    async with serving(rig.app) as api, ClientSession() as session:
+        config = yaml.safe_load(text.replace("http://HOST:8000", api))
+        async with prometheus(tmp_path, config) as url:
+            found = await until_rows(session, url, 'headrace_steps_total{outcome="updated"}')
+    await rig.runs.pages.close()
+    assert [(row["metric"]["instance"], row["value"][1]) for row in found] == [(f"a-{run[:8]}", "4")]
