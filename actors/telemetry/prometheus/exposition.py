@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Final
@@ -31,6 +32,7 @@ from headrace.actors.telemetry.prometheus.records import NewestRecords
 from headrace.actors.telemetry.prometheus.series import Series
 from headrace.actors.telemetry.slow.in_flight import in_flight
 from headrace.actors.telemetry.spans.store import SpanFolder
+from headrace.buffer.errors import LedgerRefused
 from headrace.serve.tracing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
 
 if TYPE_CHECKING:
@@ -95,9 +97,11 @@ class Exposition(Collector):
 
     def _add_running(self, series: Series, *, driven: bool) -> None:
         """Add what is in flight, as `headrace trace running` lists it: nothing while nobody drives the run."""
-        rows = []
-        if driven and self._ledger.series is not None:
-            rows = in_flight(self._directory, driven=True, now_s=self._clock())
+        try:
+            rows = in_flight(self._directory, driven=True, now_s=self._clock()) if driven else []
+        except (LedgerRefused, sqlite3.DatabaseError) as error:
+            logger.debug("what is in flight is unknown: %s", error)
+            return
         trained = [row for row in rows if row.purpose == TRAIN]
         series.of(table.STUCK).set(sum(row.stuck for row in trained))
         series.of(table.OLDEST_S).set(max((row.age_s for row in trained), default=0.0))
