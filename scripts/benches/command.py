@@ -69,14 +69,14 @@ def rollout(
 @app.command()
 def tracing(
     json: Json = True,
-    pairs: Annotated[int, typer.Option(min=1, help="Number of alternated pairs.")] = 10,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Number of alternated pairs of each part.")] = None,
     quick: Annotated[bool, typer.Option(help="Measure fewer rollouts and turns in each pair.")] = False,
     parts: Annotated[str, typer.Option(help="Comma-separated parts to measure; all by default.")] = "",
 ) -> None:
     """Measure what tracing costs: one span with its file; and in alternated pairs with and without, CPU of a
     short quickstart over Ray (over that of its sandboxes, so that the machine's speed cancels out), of a gateway with
-    agent-sized turns, and of 512 simulated rollouts; the stored bytes of a turn; and the time of simulated steps with a
-    stopped collector beside a running one. Exit code 3: a figure is out of bounds."""
+    agent-sized turns; the stored bytes of a turn; and the time of simulated steps with a stopped collector beside a
+    running one. Exit code 3: a figure is out of bounds."""
     from benches.tracing.figures import PARTS, measure, misses
 
     wanted = tuple(parts.split(",")) if parts else PARTS

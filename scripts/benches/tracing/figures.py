@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ from headrace.actors.telemetry.spans.store import FOLDER, SpanFolder
 from headrace.serve.tracing import span_names
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
-PARTS: Final = ("span", "quickstart", "gateway", "simulated", "collector")
+PARTS: Final = ("span", "quickstart", "gateway", "collector")
 BOUNDS: Final = {
     "span_us": 60.0,
     "span_ms_per_rollout": 1.5,
@@ -41,30 +42,35 @@ BOUNDS: Final = {
     "collector_down_ratio": 1.05,
 }
 """Largest value of each figure."""
+PAIRS: Final = {"quickstart": 1, "gateway": 4, "collector": 1}
+"""Pairs by default, for all parts to end within five minutes on two idle cores. One pair of runs says little: for a
+figure to rely on, ask for more."""
 WARM_UP: Final = 64
-ROLLOUTS: Final = 400
-SIMULATED: Final = 512
+ROLLOUTS: Final = 200
+SIMULATED: Final = 256
 TURN_S: Final = 0.1
 QUICK_AGENTS: Final = 10
 
 
-def measure(parts: tuple[str, ...], quickstart: Path, *, pairs: int, quick: bool) -> dict[str, Any]:
-    """Measure the parts. `quick` measures fewer rollouts and turns in each pair. Raises MeasurementBroken."""
-    measured: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "span": lambda _: measure_span(),
-        "quickstart": lambda folder: quickstart_cost(
-            folder, quickstart, pairs=pairs, rollouts=ROLLOUTS // 4 if quick else ROLLOUTS
+def measure(parts: tuple[str, ...], quickstart: Path, *, pairs: int | None, quick: bool) -> dict[str, Any]:
+    """Measure the parts, each in `pairs` (None: `PAIRS`). `quick` measures fewer rollouts and turns in each pair.
+    Raises MeasurementBroken."""
+    measured: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+        "span": lambda *_: measure_span(),
+        "quickstart": lambda folder, number: quickstart_cost(
+            folder, quickstart, pairs=number, rollouts=ROLLOUTS // 4 if quick else ROLLOUTS
         ),
-        "gateway": lambda folder: asyncio.run(
-            gateway_cost(folder, pairs=pairs, agents=QUICK_AGENTS if quick else AT_ONCE)
+        "gateway": lambda folder, number: asyncio.run(
+            gateway_cost(folder, pairs=number, agents=QUICK_AGENTS if quick else AT_ONCE)
         ),
-        "simulated": lambda folder: simulated_cost(folder, pairs=pairs),
-        "collector": lambda folder: collector_ratio(folder, pairs=pairs),
+        "collector": lambda folder, number: collector_ratio(folder, pairs=number),
     }
-    figures: dict[str, Any] = {"pairs": pairs, "quick": quick}
+    figures: dict[str, Any] = {"quick": quick}
     for part in parts:
+        number, began_s = pairs or PAIRS.get(part, 1), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-            figures |= measured[part](Path(folder))
+            figures |= measured[part](Path(folder), number)
+        figures |= {f"{part}_pairs": number, f"{part}_took_s": time.monotonic() - began_s}
     if "span_us" in figures and "quickstart_spans" in figures:
         stored = figures["quickstart_spans"]
         figures["span_ms_per_rollout"] = figures["span_us"] * stored["spans"] / stored["rollouts"] / 1000
@@ -113,20 +119,6 @@ async def gateway_cost(folder: Path, *, pairs: int, agents: int) -> dict[str, An
         "bytes_per_turn": stored["bytes_per_turn"],
         "gateway_cpu_ms_per_turn": compared.to_json(),
         "gateway_spans": stored,
-    }
-
-
-def simulated_cost(folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Compare the CPU of the service per simulated rollout, whose agents and engines cost next to nothing: the largest
-    share that tracing can have."""
-    compared = Pairs()
-    for number, on in enumerate(alternated(pairs)):
-        loaded = simulated_run(folder / str(number), TelemetryConfig(enabled=on))
-        compared.add(1000 * loaded.measured.cpu_s / loaded.measured.rollouts, on=on)
-    return {
-        "simulated_cpu_overhead": compared.overhead,
-        "simulated_off_spread": compared.off_spread,
-        "simulated_cpu_ms_per_rollout": compared.to_json(),
     }
 
 
