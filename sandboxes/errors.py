@@ -33,10 +33,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
+from headrace.buffer.primitives.critical_path import Segment
+
 
 class SandboxError(Exception):
     """Root of the tree. `message` is one line that names the setting to change; `host` is the host that failed, or
-    empty."""
+    empty. `segments` are the waits and boots of a lease that failed, as those of `Lease`."""
 
     transient: ClassVar[bool] = False
 
@@ -44,6 +46,7 @@ class SandboxError(Exception):
         super().__init__(message)
         self.message = message
         self.host = ""
+        self.segments: tuple[Segment, ...] = ()
 
     def __str__(self) -> str:
         return self.message

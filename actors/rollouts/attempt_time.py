@@ -1,26 +1,42 @@
-"""Where the time of one attempt went: the worker's own phases, the session's turns, and the evaluator's parts, on one
-clock.
+"""Where the time of one attempt went: the worker's own phases, the pool's boots, the session's turns, and the
+evaluator's parts, on one clock.
 
 Invariants:
 - Parts do not overlap and add up to the time on the worker; what nobody measured is `other`.
 - Times of other processes are lengths on their own clocks, so clocks of hosts need not agree. The session's are placed
-  by its opening and its report, each of which happened between a call and its reply; the evaluator's by the beginning
-  of the evaluation.
+  by its opening and its report, each of which happened between a call and its reply; where the hosts' clocks agree with
+  that, they say where between. The evaluator's are placed by the end of the evaluation.
+- Segments of the timeline overlap where calls do; the parts are those of one path through them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.record.files.parts import part_clock
+from opentelemetry.trace import Tracer
+
+from headrace.actors.record.files.parts import PartClock, part_clock
 from headrace.actors.services.figures import ServiceTime, service_time
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
-from headrace.buffer.trajectories.breakdown import EVALUATE, EVALUATE_QUEUE, OTHER, OWN, Breakdown, Label, summed
+from headrace.buffer.primitives.timed_span import timed_span
+from headrace.buffer.trajectories.breakdown import (
+    EVALUATE,
+    EVALUATE_QUEUE,
+    OTHER,
+    OWN,
+    Breakdown,
+    Label,
+    is_of_agent,
+    spread,
+    summed,
+)
+from headrace.buffer.trajectories.timeline import Timeline
+from headrace.sandboxes.pool.boot import placed
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import SessionReport
@@ -40,16 +56,21 @@ class AttemptTime:
     seconds: list[tuple[str, float]] = field(default_factory=list)
     host: str = ""
     labels: dict[str, Label] = field(default_factory=dict)
+    began_at_s: float | None = None
+    """Unix time at which the attempt began, where spans are recorded; in virtual time there is none."""
     now: str = ""
     """Phase in progress; empty between phases."""
     now_since_s: float = 0.0
     _began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     _phases: list[Segment] = field(default_factory=list)
     _opening: tuple[float, float] | None = None
+    _boots: list[Segment] = field(default_factory=list)
     _sessions: list[Segment] = field(default_factory=list)
     _evaluation: list[Segment] = field(default_factory=list)
     _is_evaluated: bool = False
-    _inner: list[Segment] = field(default_factory=list)
+    _inner: PartClock | None = None
+    _timeline: Timeline = field(default_factory=Timeline)
+    """What overlaps: the turns and calls of sessions."""
 
     def in_progress(self) -> tuple[str, float, float]:
         """Return the part in progress, and the seconds since it began and since the attempt began."""
@@ -62,28 +83,24 @@ class AttemptTime:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Collect the parts that are measured by what runs in the block: tools and services."""
-        clock = asyncio.get_running_loop().time
-        with part_clock(clock) as parts:
-            try:
-                yield
-            finally:
-                self._inner += parts.intervals
+        with part_clock(asyncio.get_running_loop().time) as self._inner:
+            yield
 
     @contextmanager
-    def clock(self, phase: str, part: str) -> Iterator[None]:
-        """Count the block as a phase, and as a part of the breakdown."""
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
+    def clock(self, tracer: Tracer, span: str, phase: str, part: str) -> Iterator[None]:
+        """Count the block as a phase and as a part of the breakdown, and record it as a span."""
+        timed = None
         self.occupied[phase] += 1
-        self.now, self.now_since_s = part, start_s
+        self.now, self.now_since_s = part, asyncio.get_running_loop().time()
         try:
-            yield
+            with timed_span(tracer, span, asyncio.get_running_loop().time) as timed:
+                yield
         finally:
-            end_s = loop.time()
             self.now = ""
             self.occupied[phase] -= 1
-            self.seconds.append((phase, end_s - start_s))
-            self._phases.append(Segment(part, start_s, end_s))
+            if timed is not None:
+                self.seconds.append((phase, timed.end_s - timed.start_s))
+                self._phases.append(Segment(part, timed.start_s, timed.end_s))
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -99,11 +116,9 @@ class AttemptTime:
         name, seconds = self.seconds.pop()
         self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
 
-    def split_part(self, first: str, first_s: float) -> None:
-        """Split the first `first_s` seconds off the last part."""
-        last = self._phases.pop()
-        border_s = min(last.end_s, last.start_s + first_s)
-        self._phases += [Segment(first, last.start_s, border_s), Segment(last.part, border_s, last.end_s)]
+    def booted(self, segments: Sequence[Segment], asked_s: float) -> None:
+        """Take over the waits and boots of a lease that was asked for at `asked_s` and has just come, or failed."""
+        self._boots += placed(segments, asked_s, asyncio.get_running_loop().time())
 
     def split_services(self, seconds: Mapping[str, float]) -> None:
         """Split the seconds in services, by name, off the last phase, as phases `service.NAME`."""
@@ -114,10 +129,7 @@ class AttemptTime:
     def services(self) -> Iterator[ServiceTime]:
         """Measure the time that the block spends in services."""
         with service_time(asyncio.get_running_loop().time) as measured:
-            try:
-                yield measured
-            finally:
-                self._inner += measured.intervals
+            yield measured
 
     @contextmanager
     def session_opens(self) -> Iterator[None]:
@@ -131,8 +143,10 @@ class AttemptTime:
         counts."""
         usage = report.usage
         length_s = -usage.segments[0][1] if usage.segments else 0.0
-        end_s = self._report_time((asked_s, asyncio.get_running_loop().time()), length_s)
+        end_s = self._report_time((asked_s, asyncio.get_running_loop().time()), length_s, usage.reported_at_s)
         self._sessions += [Segment(part, end_s + start, end_s + end) for part, start, end in usage.segments]
+        if usage.timeline:
+            self._timeline.include(Timeline.from_json(usage.timeline), shift_s=end_s)
         self.labels |= {
             "engines": usage.engines,
             "tools": usage.tools,
@@ -148,25 +162,30 @@ class AttemptTime:
             spans = (span for row in report.trajectory.rows for span in row.versions)
             self.labels["versions"] = tuple(str(version) for version in sorted({span.version for span in spans}))
 
-    def evaluated(self, parts_s: Mapping[str, float], began_s: float) -> None:
-        """Take over the parts of an evaluation that was asked for at `began_s` and has just ended. What exceeds the
-        evaluator's own time was a wait for it."""
+    def evaluated(self, path: Sequence[Segment], began_s: float) -> None:
+        """Take over the path of an evaluation that was asked for at `began_s` and has just ended: its parts in seconds
+        since it began. What exceeds the evaluator's own time was a wait for it."""
         self._is_evaluated = True
-        waited_s = asyncio.get_running_loop().time() - began_s - sum(parts_s.values())
         # An evaluation in this process has measured its own parts.
-        for part, seconds in [(EVALUATE_QUEUE, waited_s), *parts_s.items()] if parts_s else ():
-            self._evaluation.append(Segment(part, began_s, began_s + seconds))
-            began_s += max(0.0, seconds)
+        if path:
+            shift_s = max(began_s, asyncio.get_running_loop().time() - path[-1].end_s)
+            self._evaluation.append(Segment(EVALUATE_QUEUE, began_s, shift_s))
+            self._evaluation += [
+                each._replace(start_s=each.start_s + shift_s, end_s=each.end_s + shift_s) for each in path
+            ]
 
-    def _report_time(self, finishing: tuple[float, float], length_s: float) -> float:
+    def _report_time(self, finishing: tuple[float, float], length_s: float, at_s: float | None) -> float:
         """Return when the session reported, on the worker's clock: between the call for the report and its reply, and
-        `length_s` after the opening, which was between its own call and reply. Of what is left, the middle."""
+        `length_s` after the opening, which was between its own call and reply. Of what is left, the moment nearest to
+        `at_s`, the Unix time of the report, or the middle."""
         first_s, last_s = finishing
         if self._opening is not None:
             from_s, to_s = max(first_s, self._opening[0] + length_s), min(last_s, self._opening[1] + length_s)
             # Of a gateway that restarted meanwhile, the length begins with the restart.
             if from_s <= to_s:
                 first_s, last_s = from_s, to_s
+        if at_s is not None and self.began_at_s is not None:
+            return min(last_s, max(first_s, at_s - self.began_at_s + self._began_s))
         return (first_s + last_s) / 2
 
     def breakdown(self) -> Breakdown:
@@ -177,10 +196,22 @@ class AttemptTime:
         agent = OTHER if self._sessions else OWN
         evaluation = OTHER if self._is_evaluated else EVALUATE
         names = {AGENT_PHASE: agent, EVALUATE_PHASE: evaluation}
-        path = [Segment(names.get(each.part, each.part), each.start_s, each.end_s) for each in base]
-        for over in (self._sessions, self._evaluation):
+        path = [each._replace(part=names.get(each.part, each.part)) for each in base]
+        for over in (self._boots, self._sessions, self._evaluation):
             path = overlaid(path, [each for each in over if each.part != OTHER])
-        inner = innermost(self._inner, self._began_s, end_s, idle=_GAP)
-        path = overlaid(path, [each for each in inner if each.part != _GAP])
-        parts_s = summed((each.part, each.seconds) for each in path)
-        return Breakdown(wall_s=end_s - self._began_s, parts_s=parts_s, labels=dict(self.labels))
+        timeline = Timeline(began_at_s=self.began_at_s)
+        if self._inner is not None:
+            inner = self._inner.path(self._began_s, end_s, idle=_GAP)
+            path = overlaid(path, [each for each in inner if each.part != _GAP])
+            timeline.include(self._inner.timeline, shift_s=-self._began_s)
+        timeline.include(self._timeline, shift_s=-self._began_s)
+        path = [each._replace(start_s=each.start_s - self._began_s, end_s=each.end_s - self._began_s) for each in path]
+        # Turns, tools and services have come from those that measured them, side by side; the path has the rest.
+        timeline.add_all(each for each in path if each.part == OWN or not is_of_agent(each.part))
+        return Breakdown(
+            wall_s=end_s - self._began_s,
+            parts_s=summed((each.part, each.seconds) for each in path),
+            labels=dict(self.labels),
+            within_s=spread(path),
+            timeline=timeline.settled(),
+        )

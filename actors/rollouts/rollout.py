@@ -31,7 +31,7 @@ from headrace.actors.runtime.pools.leases import lease_attributes
 from headrace.actors.services.figures import ServiceTime, current_service_time
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
-from headrace.buffer.trajectories.breakdown import ATTACH, QUEUE, RELEASE
+from headrace.buffer.trajectories.breakdown import ATTACH, RELEASE
 from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.buffer.trajectories.types import Cause, Outcome, RolloutOrder, RolloutResult
 from headrace.policies.errors import PolicyError
@@ -139,7 +139,7 @@ async def boundary(
 ) -> AsyncIterator[None]:
     """Apply the span, clock and deadline of one phase to the block. Every error raised inside becomes an InfraFailure
     that names the phase."""
-    with tracer.start_as_current_span(span), time.clock(phase, part or phase):
+    with time.clock(tracer, span, phase, part or phase):
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -208,7 +208,7 @@ async def _run(
                     )
                     began_s = asyncio.get_running_loop().time()
                     verdict = await stations.evaluate(request)
-                    time.evaluated(verdict.parts_s, began_s)
+                    time.evaluated(verdict.path, began_s)
                 scores = None
                 if report.judgement is not None and verdict.reward is not None:
                     scores = report.judgement.of_tokens(verdict.reward, record.lineages)
@@ -249,20 +249,22 @@ async def _sandbox(
         span = trace.get_current_span()
         span.set_attribute(names.SANDBOX_IMAGE, task.image)
         request = LeaseRequest(spec=spec, avoid=order.avoid, traceparent=traceparent_of(span), **clocks)
+        asked_s = asyncio.get_running_loop().time()
         try:
             lease = await stations.lease(request)
-        except QueueTimeout as error:
-            raise InfraFailure(f"queue: {error}") from error
         except SandboxError as error:
+            time.booted(error.segments, asked_s)
+            if isinstance(error, QueueTimeout):
+                raise InfraFailure(f"queue: {error}") from error
             # A provider of several hosts does not know the host of every error.
             time.host = "" if error.host == "remote" else error.host
             raise
+        time.booted(lease.segments, asked_s)
         if span.is_recording():
             span.set_attributes(lease_attributes(lease))
     ref = lease.ref
     time.host = ref.host
     time.split("queue", lease.queue_s)
-    time.split_part(QUEUE, lease.queue_s)
     time.labels |= {"sandbox": str(ref.id), "warm": lease.warm, "boot_tries": lease.tries}
     try:
         async with boundary(names.PREPARE, "prepare", time, config.prepare_timeout_s, part=ATTACH):

@@ -35,6 +35,7 @@ from headrace.serve.gateway.capture.events import Exhausted
 from headrace.serve.gateway.capture.rows import Lineage, SessionReport, report_of
 from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.capture.session_usage import UsageClock
+from headrace.serve.gateway.conversation import ToolCall
 from headrace.serve.gateway.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway.http.client import GatewayClient, OpenedSession
 from headrace.serve.gateway.http.placement import place_of
@@ -159,7 +160,8 @@ class SimulatedSession:
         cached_tokens = self._context_tokens if self.turns else 0
         prompt_tokens = self._context_tokens + (OBSERVED_TOKENS if self.turns else 0)
         completion = replace(generated.completion, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
-        self._usage.called(generated.engine, completion, began_s, _now_s(), held_s=generated.held_s)
+        turn = self._usage.next_turn()
+        self._usage.called(generated.engine, completion, began_s, _now_s(), held_s=generated.held_s, turn=turn)
         self._context_tokens = prompt_tokens + len(completion.output_ids)
         self.turns.append(completion)
 
@@ -167,7 +169,7 @@ class SimulatedSession:
         """Let a tool take `seconds` seconds."""
         began_s = _now_s()
         await asyncio.sleep(seconds)
-        self._usage.tool((tool,), began_s, _now_s())
+        self._usage.tool((ToolCall("", tool, ""),), began_s, _now_s(), turn=len(self.turns))
 
     def report(self, session_id: SessionId) -> SessionReport:
         ids, mask, logprobs = [0] * PROMPT_TOKENS, [False] * PROMPT_TOKENS, [0.0] * PROMPT_TOKENS

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
@@ -34,8 +35,10 @@ from headrace.actors.runtime.actors.batching import TOGETHER_S, Batcher
 from headrace.actors.runtime.actors.nodes import this_node
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.services.figures import ServiceFigures
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.trajectories.breakdown import OFFER, summed
+from headrace.buffer.trajectories.timeline import Timeline
 from headrace.buffer.trajectories.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
@@ -234,7 +237,8 @@ class RolloutWorker:
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
-            spent = AttemptTime(self._occupied)
+            # In virtual time nothing is recorded, and a run repeats.
+            spent = AttemptTime(self._occupied, began_at_s=time.time() if span.is_recording() else None)
             self._book.begin(order, spent)
             spent.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
             stations = self._stations.of(order.task_id)
@@ -291,7 +295,14 @@ def _waited(result: RolloutResult, at_s: float) -> RolloutResult:
     breakdown, waited_s = result.breakdown, asyncio.get_running_loop().time() - at_s
     if breakdown is None:
         return result
+    wall_s, timeline = breakdown.wall_s, Timeline(began_at_s=breakdown.timeline.began_at_s)
+    timeline.include(breakdown.timeline)
+    timeline.add(Segment(OFFER, wall_s, wall_s + waited_s))
     offered = replace(
-        breakdown, wall_s=breakdown.wall_s + waited_s, parts_s=summed([*breakdown.parts_s.items(), (OFFER, waited_s)])
+        breakdown,
+        wall_s=wall_s + waited_s,
+        parts_s=summed([*breakdown.parts_s.items(), (OFFER, waited_s)]),
+        within_s={**breakdown.within_s, OFFER: (wall_s, wall_s + waited_s)},
+        timeline=timeline.settled(),
     )
     return replace(result, breakdown=offered)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from headrace.actors.record.files.parts import add_segment
 from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import SERVICE
@@ -60,8 +61,6 @@ class ServiceTime:
     """Seconds in each service, waits for slots included."""
     interrupted: str = ""
     """Service whose call was last cancelled; empty if none was. A deadline that passes during a call shows here."""
-    intervals: list[Segment] = field(default_factory=list)
-    """The same as intervals."""
     _open: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @contextmanager
@@ -78,7 +77,7 @@ class ServiceTime:
             else:
                 now = self.clock()
                 self.seconds[name] = self.seconds.get(name, 0.0) + now - start_s
-                self.intervals.append(Segment(f"{SERVICE}{name}", start_s, now))
+                add_segment(Segment(f"{SERVICE}{name}", start_s, now))
 
 
 _current: ContextVar[ServiceTime | None] = ContextVar("service_time", default=None)

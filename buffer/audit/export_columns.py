@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from headrace.buffer.ledger.schema import TABLES
 from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.timeline import Timeline
 
 _TYPES: Final = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
 _FLAGS: Final = {
@@ -114,10 +115,17 @@ def _structures(pyarrow: Any) -> dict[tuple[str, str], tuple[Any, Callable[[Any]
     failure = pyarrow.struct([("host", text), ("first_at_s", real), ("last_at_s", real)])
     by_name, by_version = pyarrow.map_(text, real), pyarrow.map_(text, whole)
     by_turn = pyarrow.map_(turn, real)
+    segment = pyarrow.struct([("part", text), ("start_s", real), ("end_s", real), ("turn", turn), ("detail", text)])
+    merged = pyarrow.map_(text, pyarrow.struct([("number", whole), ("seconds", real)]))
+    timeline = pyarrow.struct(
+        [("began_at_s", real), ("segments", pyarrow.list_(segment)), ("merged", merged), ("left_out", whole)]
+    )
     return {
         ("attempts", "trained"): (by_version, _pairs),
         ("attempts", "phases_s"): (by_name, _pairs),
         ("attempts", "scores"): (scores, _scores),
+        ("attempts", "timeline"): (timeline, _timeline),
+        ("evaluations", "timeline"): (timeline, _timeline),
         ("evaluations", "sampled"): (by_version, _pairs),
         ("rollouts", "first_values"): (by_turn, _pairs),
         ("rollouts", "turn_advantages"): (by_turn, _pairs),
@@ -131,6 +139,16 @@ def _structures(pyarrow: Any) -> dict[tuple[str, str], tuple[Any, Callable[[Any]
 def _structs(*names: str) -> Callable[[str], list[dict[str, object]]]:
     """Return a parser of a JSON list of lists, whose values have these names."""
     return lambda text: [dict(zip(names, item, strict=True)) for item in json.loads(text)]
+
+
+def _timeline(text: str) -> dict[str, object]:
+    timeline = Timeline.from_json(text)
+    return {
+        "began_at_s": timeline.began_at_s,
+        "segments": [each._asdict() for each in timeline.segments],
+        "merged": [(part, each._asdict()) for part, each in timeline.merged.items()],
+        "left_out": timeline.left_out,
+    }
 
 
 def _scores(text: str) -> dict[str, object]:

@@ -22,6 +22,7 @@ from headrace.buffer.trajectories.sanitizer import (
     plain_float,
     plain_int,
     plain_scores,
+    plain_timeline,
     plain_version,
 )
 from headrace.buffer.trajectories.step_scores import StepScores
@@ -45,6 +46,7 @@ class Account:
     engine_failed: bool = False
     scores: StepScores | None = None
     breakdown: Breakdown | None = None
+    timeline: str | None = None
     untrainable: bool = False
     """The result exceeds the limits of the learner, so it counts as an infra failure."""
 
@@ -81,6 +83,7 @@ def classify(
             engine_failed=bool(result.engine_failed),
             scores=scores,
             breakdown=None if result.breakdown is None else plain_breakdown(result.breakdown),
+            timeline=None if result.breakdown is None else plain_timeline(result.breakdown.timeline).to_json(),
             untrainable=bool(violation),
         )
     except Exception as error:  # noqa: BLE001 - a foreign worker may send anything; only its own result is lost

@@ -100,6 +100,7 @@ class GroupBook:
             host=account.host,
             scores=account.scores,
             breakdown=account.breakdown,
+            timeline=account.timeline,
         )
         self._end(attempt, engine_failed=account.engine_failed, untrainable=account.untrainable)
         return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
@@ -120,6 +121,7 @@ class GroupBook:
                     trace_id=account.trace_id,
                     host=account.host,
                     breakdown=account.breakdown,
+                    timeline=account.timeline,
                 )
             )
 

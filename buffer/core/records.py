@@ -244,7 +244,8 @@ class AttemptRecord:
     """An attempt of a rollout. `version` was the version being served when the attempt was issued. `offered` is true if
     a result was offered, and false for an abandoned attempt. `solved` is the evaluator's verdict, false if there is no
     reward. `host` is where the attempt's sandbox ran, empty when that is unknown. `scores` are those of a judge.
-    `breakdown` says where the time went."""
+    `breakdown` says where the time went, and `timeline` when: `Timeline.to_json`, since few are ever read and thousands
+    are kept."""
 
     rollout_id: RolloutId
     attempt: int
@@ -265,6 +266,7 @@ class AttemptRecord:
     charged_to: Charge | None = None
     scores: StepScores | None = None
     breakdown: Breakdown | None = None
+    timeline: str | None = None
 
     @property
     def key(self) -> tuple[RolloutId, int]:
@@ -376,6 +378,7 @@ class EvaluationRecord:
     host: str = ""
     trace_id: str = ""
     breakdown: Breakdown | None = None
+    timeline: str | None = None
 
     @property
     def key(self) -> tuple[RolloutId, int]:

@@ -333,6 +333,7 @@ class ReplayBuffer:
                 host=account.host,
                 trace_id=account.trace_id,
                 breakdown=account.breakdown,
+                timeline=account.timeline,
             )
         )
         return Receipt(rollout_id=rollout_id, attempt=attempt, status=ReceiptStatus.ACCEPTED)

@@ -3,6 +3,7 @@
 Invariants:
 - There is one table for each kind of record; columns have the names of the record's fields. Versions are text
   (`epoch.step`), structures are JSON.
+- `timeline` is the last column: SQLite reads what comes before it without its kilobytes.
 - A file of another schema is refused.
 """
 
@@ -70,7 +71,8 @@ LEDGER_STATEMENTS = (
   issued_at_s REAL NOT NULL, ended_at_s REAL, offered INTEGER NOT NULL, cause TEXT, reward REAL,
   solved INTEGER NOT NULL, trainable INTEGER NOT NULL, detail TEXT NOT NULL, trained TEXT NOT NULL,
   turns INTEGER NOT NULL, phases_s TEXT NOT NULL, breakdown TEXT, trace_id TEXT NOT NULL, host TEXT NOT NULL,
-  charged_to TEXT, scores TEXT, trajectory_file INTEGER, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID""",
+  charged_to TEXT, scores TEXT, trajectory_file INTEGER, timeline TEXT, PRIMARY KEY (rollout_id, attempt))
+  WITHOUT ROWID""",
     """CREATE TABLE batches (
   batch_id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL UNIQUE, state TEXT NOT NULL,
   epoch INTEGER NOT NULL REFERENCES epochs, version TEXT NOT NULL, members TEXT NOT NULL,
@@ -90,7 +92,7 @@ LEDGER_STATEMENTS = (
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, task_id TEXT NOT NULL, tag TEXT NOT NULL, version TEXT NOT NULL,
   cause TEXT NOT NULL, reward REAL, solved INTEGER NOT NULL, detail TEXT NOT NULL, sampled TEXT NOT NULL,
   recorded_at_s REAL NOT NULL, host TEXT NOT NULL, trace_id TEXT NOT NULL, breakdown TEXT,
-  PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID""",
+  timeline TEXT, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID""",
     "CREATE INDEX evaluations_by_tag ON evaluations (tag)",
     """CREATE TABLE ended_evaluations (
   tag TEXT PRIMARY KEY, step INTEGER NOT NULL, summary TEXT NOT NULL, recorded_at_s REAL NOT NULL) WITHOUT ROWID""",
@@ -284,7 +286,7 @@ TABLES: Mapping[type, Table] = {
         "attempts",
         "rollout_id attempt",
         "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id solved "
-        "host charged_to scores breakdown",
+        "host charged_to scores breakdown timeline",
         {
             "version": _version,
             "offered": bool,
@@ -333,7 +335,7 @@ TABLES: Mapping[type, Table] = {
         EvaluationRecord,
         "evaluations",
         "rollout_id attempt",
-        "task_id tag version cause reward detail sampled recorded_at_s solved host trace_id breakdown",
+        "task_id tag version cause reward detail sampled recorded_at_s solved host trace_id breakdown timeline",
         {
             "version": _version,
             "cause": Cause,

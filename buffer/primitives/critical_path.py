@@ -10,22 +10,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 ADJACENT_S: Final = 1e-4
 """An interval that ended at most this long before another began led to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of the time from `start_s` to `end_s`, in seconds."""
+class Segment(NamedTuple):
+    """A part of the time from `start_s` to `end_s`, in seconds. `turn` is the number of the agent's turn to which it
+    belongs, from 1; 0 if it belongs to none. `detail` tells segments of one part apart."""
 
     part: str
     start_s: float
     end_s: float
+    turn: int = 0
+    detail: str = ""
 
     @property
     def seconds(self) -> float:
@@ -35,7 +36,7 @@ class Segment:
 def critical_path(intervals: Iterable[Segment], start_s: float, end_s: float, *, idle: str) -> list[Segment]:
     """Return the critical path from `start_s` to `end_s`, followed backwards from the end: before an interval on the
     path comes the one that ended last before it began; where none ended, one that was still running. Time without any
-    interval is `idle`."""
+    interval is `idle`. Turns and details are left out."""
     cut = [
         Segment(each.part, max(each.start_s, start_s), min(each.end_s, end_s))
         for each in intervals
@@ -74,7 +75,7 @@ def critical_path(intervals: Iterable[Segment], start_s: float, end_s: float, *,
 def innermost(intervals: Iterable[Segment], start_s: float, end_s: float, *, idle: str) -> list[Segment]:
     """Return the path on which at each time the interval counts that began last among those that cover it: of nested
     intervals the innermost. Time without any interval is `idle`."""
-    cut = [Segment(each.part, max(each.start_s, start_s), min(each.end_s, end_s)) for each in intervals]
+    cut = [each._replace(start_s=max(each.start_s, start_s), end_s=min(each.end_s, end_s)) for each in intervals]
     begun = sorted((each for each in cut if each.end_s > each.start_s), key=lambda each: (each.start_s, -each.end_s))
     times = sorted({start_s, end_s, *(time for each in begun for time in (each.start_s, each.end_s))})
     path: list[Segment] = []
@@ -87,7 +88,8 @@ def innermost(intervals: Iterable[Segment], start_s: float, end_s: float, *, idl
             following += 1
         while open_ and open_[0][2].end_s <= time_s:
             heappop(open_)
-        path.append(Segment(open_[0][2].part if open_ else idle, time_s, next_s))
+        covering = open_[0][2] if open_ else Segment(idle, time_s, next_s)
+        path.append(covering._replace(start_s=time_s, end_s=next_s))
     return _joined(path)
 
 
@@ -103,16 +105,16 @@ def overlaid(path: Sequence[Segment], over: Sequence[Segment]) -> list[Segment]:
             if each.start_s >= segment.end_s:
                 break
             begin, end = max(each.start_s, now), min(each.end_s, segment.end_s)
-            result += [Segment(segment.part, now, begin), Segment(each.part, begin, end)]
+            result += [segment._replace(start_s=now, end_s=begin), each._replace(start_s=begin, end_s=end)]
             now = end
-        result.append(Segment(segment.part, now, segment.end_s))
+        result.append(segment._replace(start_s=now))
     return _joined(each for each in result if each.end_s > each.start_s)
 
 
-def seconds_by_part(path: Iterable[Segment]) -> dict[str, float]:
-    """Return the total seconds of each part of a path."""
+def seconds_by_part(segments: Iterable[Segment]) -> dict[str, float]:
+    """Return the total seconds of each part."""
     totals: defaultdict[str, float] = defaultdict(float)
-    for segment in path:
+    for segment in segments:
         totals[segment.part] += segment.seconds
     return dict(totals)
 
@@ -120,8 +122,10 @@ def seconds_by_part(path: Iterable[Segment]) -> dict[str, float]:
 def _joined(segments: Iterable[Segment]) -> list[Segment]:
     joined: list[Segment] = []
     for segment in segments:
-        if joined and joined[-1].part == segment.part and segment.start_s <= joined[-1].end_s + ADJACENT_S:
-            joined[-1] = Segment(segment.part, joined[-1].start_s, segment.end_s)
+        last = joined[-1] if joined else None
+        same = last is not None and (last.part, last.turn, last.detail) == (segment.part, segment.turn, segment.detail)
+        if last is not None and same and segment.start_s <= last.end_s + ADJACENT_S:
+            joined[-1] = last._replace(end_s=segment.end_s)
         else:
             joined.append(segment)
     return joined

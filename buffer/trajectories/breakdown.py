@@ -1,7 +1,9 @@
-"""The breakdown of one attempt: the seconds that each part took, and labels that may explain them.
+"""The breakdown of one attempt: the seconds that each part took, where they lay, and labels that may explain them.
 
 Invariants:
 - Parts do not overlap: their seconds, `other` included, add up to `wall_s`. All are measured outside the sandbox.
+- The segments of the timeline may overlap, as parallel tool calls do. It is stored in a column of its own, which
+  readers of many attempts need not read.
 - It is a part of the result and not of the spans, so it exists without tracing and in virtual time.
 - Whatever a worker sends, what is stored is bounded: at most `MAX_PARTS` parts and `MAX_NAMES` names in a label.
 """
@@ -13,6 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self, TypeAlias
+
+from headrace.buffer.primitives.critical_path import Segment
+from headrace.buffer.trajectories.timeline import Timeline
 
 Label: TypeAlias = str | float | bool | tuple[str, ...]
 
@@ -99,7 +104,8 @@ def place_of(part: str) -> tuple[int, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
     """Breakdown of an attempt, on its worker's clock. `wall_s` is the time from its start on the worker to its offer,
-    `parts_s` are seconds by part. `labels` by name, where known: `image`, `sandbox`, `warm`, `boot_tries`, `worker`,
+    `parts_s` are seconds by part, and `within_s` the begin of its first second and the end of its last one, in seconds
+    since the attempt began. `labels` by name, where known: `image`, `sandbox`, `warm`, `boot_tries`, `worker`,
     `node`, `agent`, `engines`, `tools`, `versions`, `turns`, `prompt_tokens`, `sampled_tokens`, `trained_tokens`,
     `masked` (the reason that masks most of the others), `cached_tokens`, `retractions`, `cpu_s` and `memory_bytes` (CPU
     seconds and peak memory of the agent's sandbox)."""
@@ -107,12 +113,16 @@ class Breakdown:
     wall_s: float = 0.0
     parts_s: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, Label] = field(default_factory=dict)
+    within_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
 
     def to_json(self) -> str:
-        """Return the form in which the ledger stores a breakdown; times to a tenth of a millisecond."""
+        """Return the form in which the ledger stores a breakdown without its timeline; times to a tenth of a
+        millisecond."""
         document = {
             "wall_s": round(self.wall_s, 4),
             "parts_s": {part: round(seconds, 4) for part, seconds in self.parts_s.items()},
+            "within_s": {part: [round(begin, 4), round(end, 4)] for part, (begin, end) in self.within_s.items()},
             "labels": self.labels,
         }
         return json.dumps(document, separators=(",", ":"))
@@ -124,7 +134,17 @@ class Breakdown:
         labels = {
             name: tuple(value) if isinstance(value, list) else value for name, value in document["labels"].items()
         }
-        return cls(wall_s=document["wall_s"], parts_s=document["parts_s"], labels=labels)
+        within_s = {part: (begin, end) for part, (begin, end) in document["within_s"].items()}
+        return cls(wall_s=document["wall_s"], parts_s=document["parts_s"], labels=labels, within_s=within_s)
+
+
+def spread(path: Iterable[Segment]) -> dict[str, tuple[float, float]]:
+    """Return the begin of the first segment of each part, and the end of its last one."""
+    found: dict[str, tuple[float, float]] = {}
+    for part, start_s, end_s, *_ in path:
+        begin_s, until_s = found.get(part, (start_s, end_s))
+        found[part] = (min(begin_s, start_s), max(until_s, end_s))
+    return found
 
 
 def summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:

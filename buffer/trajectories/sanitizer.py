@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, SupportsFloat, SupportsIndex, cast
 
 from headrace.buffer.errors import VersionMismatch
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import (
     MAX_NAME_CHARACTERS,
     MAX_NAMES,
@@ -23,12 +24,14 @@ from headrace.buffer.trajectories.breakdown import (
     summed,
 )
 from headrace.buffer.trajectories.step_scores import MAX_SCORE, Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.trajectories.timeline import Timeline, head_of
 from headrace.buffer.trajectories.types import BatchId, CheckpointRef, Trajectory
 from headrace.buffer.trajectories.versions import PolicyVersion
 
 MAX_TEXT = 65_536
 """Maximum number of characters in one string. Some strings are written by agents, and a row must stay small."""
 MAX_WHOLE = 2**63 - 1
+MAX_TURNS = 2**31 - 1
 
 
 def clean_text(text: object) -> str:
@@ -134,17 +137,42 @@ def _bounded(name: str, value: float) -> float:
 
 
 def plain_breakdown(breakdown: Breakdown) -> Breakdown:
-    """Return a breakdown in a form that can be stored: plain numbers and clean, bounded names. Parts beyond the bound
-    are added to `other`. Raises ValueError, TypeError for times that are negative or not finite."""
+    """Return a breakdown, without its timeline, in a form that can be stored: plain numbers and clean, bounded names.
+    Parts beyond the bound are added to `other`. Raises ValueError, TypeError for times that are negative or not
+    finite."""
     parts: list[tuple[str, float]] = []
     for number, (name, seconds) in enumerate(breakdown.parts_s.items()):
-        part = clean_text(name)[:MAX_NAME_CHARACTERS] if number < MAX_PARTS - 1 else OTHER
+        part = _plain_name(name) if number < MAX_PARTS - 1 else OTHER
         parts.append((part, plain_seconds(seconds)))
-    labels = {
-        clean_text(name)[:MAX_NAME_CHARACTERS]: _plain_label(value)
-        for name, value in list(breakdown.labels.items())[:MAX_NAMES]
+    known = {part for part, _ in parts}
+    within_s = {
+        _plain_name(name): (plain_float(begin), plain_float(end))
+        for name, (begin, end) in breakdown.within_s.items()
+        if _plain_name(name) in known
     }
-    return Breakdown(wall_s=plain_seconds(breakdown.wall_s), parts_s=summed(parts), labels=labels)
+    labels = {_plain_name(name): _plain_label(value) for name, value in list(breakdown.labels.items())[:MAX_NAMES]}
+    return Breakdown(wall_s=plain_seconds(breakdown.wall_s), parts_s=summed(parts), labels=labels, within_s=within_s)
+
+
+def plain_timeline(timeline: Timeline) -> Timeline:
+    """Return a timeline in a form that can be stored: bounded, with plain numbers and clean texts. Segments that end
+    before they begin, or before the attempt began, are counted in `left_out`. Raises ValueError, TypeError for numbers
+    that are none or not finite."""
+    plain = Timeline(left_out=plain_int(timeline.left_out))
+    if timeline.began_at_s is not None:
+        plain.began_at_s = plain_seconds(timeline.began_at_s)
+    for part, start_s, end_s, turn, detail in timeline.segments:
+        begin, end = max(0.0, plain_float(start_s)), plain_float(end_s)
+        if end < begin:
+            plain.left_out += 1
+        plain.add(Segment(_plain_name(part), begin, end, plain_int(turn, most=MAX_TURNS), head_of(str(detail))))
+    for part, (number, seconds) in timeline.merged.items():
+        plain.add_merged(_plain_name(part), plain_int(number), plain_seconds(seconds))
+    return plain.settled()
+
+
+def _plain_name(name: object) -> str:
+    return clean_text(name)[:MAX_NAME_CHARACTERS]
 
 
 def plain_seconds(value: object) -> float:
@@ -162,5 +190,5 @@ def _plain_label(value: Any) -> Label:
         number = float(value)
         return number if math.isfinite(number) else str(number)
     if isinstance(value, str):
-        return clean_text(value)[:MAX_NAME_CHARACTERS]
-    return tuple(clean_text(str(name))[:MAX_NAME_CHARACTERS] for name in list(value)[:MAX_NAMES])
+        return _plain_name(value)
+    return tuple(_plain_name(name) for name in list(value)[:MAX_NAMES])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
@@ -21,6 +21,7 @@ from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import AVOID_LABEL, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
@@ -82,6 +83,17 @@ class Lease:
     """Number of boots that were begun."""
     warm: bool = False
     """True if the sandbox had been booted before it was asked for."""
+    segments: tuple[Segment, ...] = ()
+    """Waits in queues (`queue`) and boots (`boot`) in order, each with its host and why it failed, in seconds before
+    the lease was complete (negative numbers)."""
+
+
+def placed(segments: Sequence[Segment], start_s: float, end_s: float) -> list[Segment]:
+    """Return the segments of a lease on the clock of a caller who asked for it at `start_s` and had the answer at
+    `end_s`. The request and its reply took equally long, as far as is known."""
+    length_s = -segments[0].start_s if segments else 0.0
+    shift_s = end_s - max(0.0, end_s - start_s - length_s) / 2
+    return [each._replace(start_s=each.start_s + shift_s, end_s=each.end_s + shift_s) for each in segments]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +116,17 @@ class _Boot:
     context: Context | None = None
     """Trace context of the request."""
     tried: list[str] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
+
+    def queued(self, start_s: float, end_s: float, detail: str) -> None:
+        """Count a wait as queueing time."""
+        self.queue_s += end_s - start_s
+        self.segments.append(Segment(boot_spans.QUEUE, start_s, end_s, detail=detail))
+
+    def before(self, now: float) -> tuple[Segment, ...]:
+        """Return the waits and boots in seconds before now."""
+        return tuple(each._replace(start_s=each.start_s - now, end_s=each.end_s - now) for each in self.segments)
 
     def boot_s(self, now: float) -> float:
         return now - self.began_s - self.queue_s
@@ -181,6 +203,9 @@ class Booter:
             if held is None:
                 policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
                 held = cast("HeldSandbox", await policy(next_try))
+        except SandboxError as error:
+            error.segments = boot.before(self._now())
+            raise
         finally:
             # The intents that became no sandbox: a refused create made none, the others are searched for.
             for name in dict.fromkeys(boot.tried):
@@ -188,12 +213,13 @@ class Booter:
                     self._leases.doubt(name, boot.key)
                 else:
                     self._leases.refused(name, boot.key)
-        boot_s = boot.boot_s(self._now())
-        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot_s, tries=len(boot.tried))
+        now = self._now()
+        tries, segments = len(boot.tried), boot.before(now)
+        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot.boot_s(now), tries=tries, segments=segments)
 
     async def _try(self, boot: _Boot) -> HeldSandbox:
         if boot.full_since_s is not None:
-            boot.queue_s += self._now() - boot.full_since_s
+            boot.queued(boot.full_since_s, self._now(), "no capacity")
             boot.full_since_s = None
         host = await self._admitted(boot)
         if boot.tried:
@@ -202,7 +228,7 @@ class Booter:
         attributes = _attributes(boot, host) | {boot_spans.SANDBOX_WARM: boot.ticket.priority is Priority.WARM}
         boot.tried.append(host.name)
         try:
-            with boot_spans.boot_span(boot.context, attributes):
+            with boot_spans.boot_span(boot.context, attributes, boot.segments):
                 ref = await self._create(boot, host)
         except BaseException as error:
             if is_ambiguous(error):
@@ -267,7 +293,7 @@ class Booter:
                     boot.refused = True
                     raise
                 finally:
-                    boot.queue_s += self._now() - began_s
+                    boot.queued(began_s, self._now(), host.name)
             # The host turned it away: it has been in a queue already, so another queue takes it even when full.
             again = True
 

@@ -16,6 +16,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
+from headrace.buffer.primitives.critical_path import Segment
+from headrace.buffer.primitives.timed_span import timed_span
+
 POOL_QUEUE: Final = "pool.queue"
 POOL_BOOT: Final = "pool.boot"
 SANDBOX_HOST: Final = "headrace.sandbox.host"
@@ -24,6 +27,10 @@ SANDBOX_WARM: Final = "headrace.sandbox.warm"
 SANDBOX_TRY: Final = "headrace.sandbox.try"
 ERROR_TYPE: Final = "error.type"
 
+QUEUE: Final = "queue"
+BOOT: Final = "boot"
+"""Parts of a lease, named as those of a breakdown."""
+
 MIN_QUEUE_S: Final = 0.001
 """Shortest wait for a place that has a span, by the clock of the event loop."""
 
@@ -31,17 +38,25 @@ tracer = trace.get_tracer("headrace.sandboxes.pool")
 
 
 @contextmanager
-def boot_span(context: Context | None, attributes: Mapping[str, AttributeValue]) -> Iterator[None]:
-    """Record the block as a boot, and make its span the current one. An error is recorded as its type and text, without
-    a traceback."""
-    with tracer.start_as_current_span(
-        POOL_BOOT, context, attributes=attributes, record_exception=False, set_status_on_exception=False
-    ) as span:
-        try:
-            yield
-        except BaseException as error:
-            _end_with(span, error)
-            raise
+def boot_span(
+    context: Context | None, attributes: Mapping[str, AttributeValue], segments: list[Segment] | None = None
+) -> Iterator[None]:
+    """Record the block as a boot, make its span the current one, and add it to `segments`. An error is recorded as its
+    type and text, without a traceback."""
+    clock, host = asyncio.get_running_loop().time, str(attributes[SANDBOX_HOST])
+    detail = host
+    timed = None
+    try:
+        with timed_span(tracer, POOL_BOOT, clock, context, attributes=attributes, records_errors=False) as timed:
+            try:
+                yield
+            except BaseException as error:
+                detail = f"{host}: {type(error).__name__}"
+                _end_with(timed.span, error)
+                raise
+    finally:
+        if timed is not None and segments is not None:
+            segments.append(Segment(BOOT, timed.start_s, timed.end_s, detail=detail))
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import Breakdown
 from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.trajectories.timeline import Timeline
 from headrace.buffer.trajectories.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, write_manifest
@@ -39,6 +41,25 @@ async def step(store, version):
 SPENT = Breakdown(
     wall_s=4.0,
     parts_s={"queue": 0.5, "boot": 0.5, "engine.decode": 1.0, "tool.bash": 1.5, "evaluate.check": 0.25, "other": 0.25},
+    within_s={
+        "queue": (0.0, 0.5),
+        "boot": (0.5, 1.0),
+        "engine.decode": (1.0, 2.0),
+        "tool.bash": (2.0, 3.5),
+        "evaluate.check": (3.5, 3.75),
+        "other": (3.75, 4.0),
+    },
+    timeline=Timeline(
+        segments=[
+            Segment("queue", 0.0, 0.5, 0, "host-1"),
+            Segment("boot", 0.5, 1.0, 0, "host-1"),
+            Segment("engine.decode", 1.0, 2.0, 1, "engine-0"),
+            Segment("tool.bash", 2.0, 3.5, 1, "pytest -x"),
+            Segment("evaluate.check", 3.5, 3.75),
+            Segment("other", 3.75, 4.0),
+        ],
+        began_at_s=1_700_000_000.0,
+    ),
     labels={"image": "host", "agent": "shell", "engines": ("engine-0",), "tools": ("bash",), "turns": 1, "warm": False},
 )
 

@@ -95,7 +95,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_columns_of_attempts_are_typed(exported: Path) -> None:
     text, whole, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
     names = pyarrow.list_(text)
-    scores = parquet.read_schema(exported / "out" / "attempts.parquet").field("scores").type
+    schema = parquet.read_schema(exported / "out" / "attempts.parquet")
+    scores, timeline = schema.field("scores").type, schema.field("timeline").type
     assert dict(types_of(exported, "attempts")) == {
         **dict.fromkeys(("rollout_id", "group_id", "task_id", "version", "cause", "detail", "trace_id", "host"), text),
         **dict.fromkeys(("charged_to", "image", "sandbox", "worker", "node", "agent", "masked"), text),
@@ -108,7 +109,9 @@ def test_the_columns_of_attempts_are_typed(exported: Path) -> None:
         "phases_s": pyarrow.map_(text, real),
         "parts_s": pyarrow.map_(text, real),
         "scores": scores,
+        "timeline": timeline,
     }
+    assert {field.name for field in timeline} == {"began_at_s", "segments", "merged", "left_out"}
     assert scores.get_field_index("steps") >= 0
 
 
@@ -145,6 +148,8 @@ def test_exported_attempts_name_task_image_engines_parts_and_versions(exported: 
             continue
         assert dict(row["parts_s"]) == record.breakdown.parts_s
         assert row["wall_s"] == pytest.approx(sum(dict(row["parts_s"]).values()), abs=0.01)
+        assert row["timeline"]["segments"][0]["start_s"] == 0.0
+        assert max(each["end_s"] for each in row["timeline"]["segments"]) == pytest.approx(row["wall_s"], abs=0.01)
         assert row["image"] == record.breakdown.labels["image"]
         assert tuple(row["engines"] or ()) == record.breakdown.labels.get("engines", ())
     solved = [row for row in attempts if row["cause"] == "solved"]

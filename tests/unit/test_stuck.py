@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from opentelemetry.trace import get_tracer
 
 from headrace.actors.record.files.running import FEW, FOLDER, MAX_FILES, read_running, remove_oldest_running
 from headrace.actors.rollouts.attempt_time import AttemptTime
@@ -16,6 +17,8 @@ from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.types import GroupId, RolloutId, RolloutOrder
 from support.gateway_rig import until
+
+TRACER = get_tracer("test")
 
 
 def order(number: int, task: str = "t") -> RolloutOrder:
@@ -58,7 +61,7 @@ async def test_the_file_says_what_runs(tmp_path: Path) -> None:
     book, late = RunningBook("w1"), AttemptTime()
     book.begin(order(99), late)
     keeping = asyncio.ensure_future(book.keep(tmp_path))
-    with late.clock("boot", "boot"):
+    with late.clock(TRACER, "boot", "boot", "boot"):
         await until(lambda: bool(read_running(tmp_path / FOLDER)))
     keeping.cancel()
     await asyncio.wait([keeping])
@@ -72,7 +75,7 @@ def test_the_oldest_rollout_is_described() -> None:
         for number in range(2):
             spent = AttemptTime()
             book.begin(order(number), spent)
-            with spent.clock("boot", "boot"):
+            with spent.clock(TRACER, "boot", "boot", "boot"):
                 await asyncio.sleep(20.0)
         return book.oldest()
 

@@ -32,12 +32,13 @@ from headrace.actors.environments.environment import (
     PartKind,
 )
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
-from headrace.actors.record.files.parts import in_part
+from headrace.actors.record.files.parts import in_span
 from headrace.actors.services.chat import ChatContextExceeded, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.services.templates import MarkedText, filled, filled_around
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import TOOL
+from headrace.buffer.trajectories.timeline import head_of
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.serve.tracing import span_names
 
@@ -175,10 +176,12 @@ class LoopAgent:
             return Observation(parts=(ObservationPart(text=self._config.malformed, kind=PartKind.WARNING),))
         name = f"{span_names.TOOL} {action.name}"
         attributes = {span_names.OPERATION: span_names.TOOL, span_names.TOOL_NAME: action.name}
-        with tracer.start_as_current_span(name, attributes=attributes), in_part(f"{TOOL}{action.name}"):
+        given = " ".join(map(str, action.arguments.values()))[:MAX_COMMAND_CHARACTERS]
+        part, turn, head = f"{TOOL}{action.name}", talk.answers, head_of(given)
+        with in_span(tracer, name, part, turn=turn, detail=head, attributes=attributes):
             observation = await episode.act(action)
-        words = [*([] if action.name == RUN else [action.name]), *map(str, action.arguments.values())]
-        talk.actions.append(" ".join(words)[:MAX_COMMAND_CHARACTERS])
+        command = given if action.name == RUN else f"{action.name} {given}"[:MAX_COMMAND_CHARACTERS]
+        talk.actions.append(command)
         if talk.judge is not None:
             step = Step(turn=talk.answers, id=reply.turn_id, answer=reply.text, observation=observation.text)
             talk.judge.see(step, judged=not observation.ends)

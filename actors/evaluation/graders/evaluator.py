@@ -19,32 +19,35 @@ from headrace.actors.evaluation.graders.functions import score_by_function
 from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.graders.verdict import failed, solved
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
-from headrace.actors.record.files.parts import PartClock, add_part, in_part, part_clock
+from headrace.actors.record.files.parts import PartClock, add_segment, in_part, in_span, part_clock
 from headrace.actors.runtime.actors.batching import Batcher
 from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, Operations, Results, until_back
 from headrace.actors.runtime.pools.leases import LEASE_S, Leases, lease_attributes
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
-from headrace.buffer.primitives.critical_path import innermost, seconds_by_part
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
 from headrace.buffer.trajectories.breakdown import (
+    BOOT,
     EVALUATE_BOOT,
     EVALUATE_CHECK,
     EVALUATE_FREEZE,
     EVALUATE_QUEUE,
     OTHER,
+    QUEUE,
     RELEASE,
 )
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.pool.boot import LeaseRequest
+from headrace.sandboxes.pool.boot import LeaseRequest, placed
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import context_from, describe, traceparent_of
 
 tracer = trace.get_tracer("headrace.actors.evaluation.graders.evaluator")
 
 HOLDER = "evaluator"
+_OF_POOL = {QUEUE: EVALUATE_QUEUE, BOOT: EVALUATE_BOOT}
+"""Parts of an evaluation for those of a lease."""
 
 
 class _CleanSandboxes(ResourceOwner):
@@ -71,11 +74,12 @@ class _CleanSandboxes(ResourceOwner):
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        with tracer.start_as_current_span(names.SANDBOX_BOOT) as span, in_part(EVALUATE_BOOT):
+        with in_span(tracer, names.SANDBOX_BOOT, EVALUATE_BOOT) as span:
             began_s = asyncio.get_running_loop().time()
             span.set_attribute(names.SANDBOX_IMAGE, spec.image)
             lease = await self._leases.lease(LeaseRequest(spec=spec, traceparent=traceparent_of(span)))
-            add_part(EVALUATE_QUEUE, began_s, began_s + lease.queue_s)
+            for each in placed(lease.segments, began_s, asyncio.get_running_loop().time()):
+                add_segment(each._replace(part=_OF_POOL[each.part]))
             ref = lease.ref
             if span.is_recording():
                 span.set_attributes(lease_attributes(lease))
@@ -143,8 +147,9 @@ class Evaluator(ResourceOwner):
         began_s = now()
         with part_clock(now) as parts:
             verdict = await self._judge(request, parts)
-        path = innermost(parts.intervals, began_s, now(), idle=OTHER)
-        verdict = replace(verdict, parts_s=seconds_by_part(path))
+        path = parts.path(began_s, now(), idle=OTHER)
+        from_begin = (each._replace(start_s=each.start_s - began_s, end_s=each.end_s - began_s) for each in path)
+        verdict = replace(verdict, path=tuple(from_begin))
         return with_rewards(verdict, request.task.evaluator.rewards)
 
     async def _judge(self, request: EvaluationRequest, parts: PartClock) -> Verdict:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol, TypeVar
 
 from headrace.actors.services.chat import ChatCall
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.buffer.trajectories.types import SOLVED_REWARD, Cause, check_reward
@@ -39,8 +40,9 @@ class Verdict:
     patch: str = ""
     parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Reward and weight of each part of a sum."""
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the evaluation by part (`buffer.breakdown`), by the evaluator's clock."""
+    path: tuple[Segment, ...] = ()
+    """The evaluation's time by part (`buffer.breakdown`) without overlaps, in seconds since it began, by the
+    evaluator's clock."""
 
 
 class Source(StrEnum):

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.util.types import AttributeValue
 
+from headrace.buffer.primitives.timed_span import timed_span
 from headrace.buffer.trajectories.breakdown import GATE
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, Engine, EngineId, FinishReason, GenerateRequest, RequestId
@@ -129,10 +130,11 @@ class EnginePool:
             await client.engine.aclose()
 
     async def sample(
-        self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion], usage: UsageClock
+        self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion], usage: UsageClock, turn: int = 0
     ) -> Completion:
-        """Sample one turn, and note in `usage` where its time went. Completions, complete or partial, are appended to
-        `pieces` as they arrive, so that the caller has the sampled tokens even if this method raises an exception.
+        """Sample a turn, and note in `usage` where the time of this number went. Completions, complete or partial, are
+        appended to `pieces` as they arrive, so that the caller has the sampled tokens even if this method raises an
+        exception.
 
         Raises:
             NoEngineOpen: no engine was available in time.
@@ -147,7 +149,7 @@ class EnginePool:
             try:
                 engine_id, deadline = await self._admission(lineage, avoid, deadline)
             finally:
-                usage.add(GATE, waiting_s, self._clock())
+                usage.add(GATE, waiting_s, self._clock(), turn=turn)
             done = array("i", (token for piece in pieces for token in piece.output_ids))
             # A continuation or a retry is a request of its own to the engine.
             suffix = f"-{restarts + len(pieces)}-{failures}" if restarts or pieces or failures else ""
@@ -160,7 +162,7 @@ class EnginePool:
             )
             self.router.begin(engine_id)
             try:
-                outcome = await self._call(engine_id, request, pieces, usage)
+                outcome = await self._call(engine_id, request, pieces, usage, turn)
             finally:
                 self.router.end(engine_id)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
@@ -222,40 +224,42 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     async def _call(
-        self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion], usage: UsageClock
+        self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion], usage: UsageClock, turn: int
     ) -> Completion | EngineError:
         """Call the engine and record the outcome in a span."""
         # The usage of tokens is recorded once, on the span of the turn.
         attributes: dict[str, AttributeValue] = {span_names.ENGINE_ID: str(engine_id)}
-        with self._tracer.start_as_current_span(span_names.ENGINE, kind=SpanKind.CLIENT, attributes=attributes) as span:
-            began_s, outcome = self._clock(), None
-            closed_s = self.router.closed_s(engine_id, began_s)
-            try:
+        outcome, timed = None, None
+        try:
+            with timed_span(
+                self._tracer, span_names.ENGINE, self._clock, kind=SpanKind.CLIENT, attributes=attributes
+            ) as timed:
+                closed_s = self.router.closed_s(engine_id, timed.start_s)
                 outcome = await self._call_or_abort(self._clients[engine_id], engine_id, request, pieces)
-            finally:
-                now = self._clock()
-                held_s = self.router.closed_s(engine_id, now) - closed_s
-                completion = outcome if isinstance(outcome, Completion) else None
-                usage.called(str(engine_id), completion, began_s, now, held_s=held_s)
-            if isinstance(outcome, EngineError):
-                span.record_exception(outcome)
-            elif span.is_recording():
-                reported = {
-                    span_names.ENGINE_QUEUE_S: outcome.queue_s,
-                    span_names.ENGINE_PREFILL_S: outcome.prefill_s,
-                    span_names.ENGINE_TOTAL_S: outcome.total_s,
-                }
-                span.set_attributes({name: seconds for name, seconds in reported.items() if seconds is not None})
-                span.set_attributes(
-                    {
-                        span_names.HELD_S: held_s,
-                        span_names.CACHED_TOKENS: outcome.cached_tokens,
-                        span_names.RETRACTIONS: outcome.retractions,
-                        span_names.VERSIONS: [str(part.version) for part in outcome.spans],
-                        span_names.FINISH_REASONS: [outcome.finish.value],
+                if isinstance(outcome, EngineError):
+                    timed.span.record_exception(outcome)
+                elif timed.span.is_recording():
+                    reported = {
+                        span_names.ENGINE_QUEUE_S: outcome.queue_s,
+                        span_names.ENGINE_PREFILL_S: outcome.prefill_s,
+                        span_names.ENGINE_TOTAL_S: outcome.total_s,
                     }
-                )
-            return outcome
+                    timed.span.set_attributes({name: each for name, each in reported.items() if each is not None})
+                    timed.span.set_attributes(
+                        {
+                            span_names.HELD_S: self.router.closed_s(engine_id, self._clock()) - closed_s,
+                            span_names.CACHED_TOKENS: outcome.cached_tokens,
+                            span_names.RETRACTIONS: outcome.retractions,
+                            span_names.VERSIONS: [str(part.version) for part in outcome.spans],
+                            span_names.FINISH_REASONS: [outcome.finish.value],
+                        }
+                    )
+                return outcome
+        finally:
+            if timed is not None:
+                held_s = self.router.closed_s(engine_id, timed.end_s) - closed_s
+                completion = outcome if isinstance(outcome, Completion) else None
+                usage.called(str(engine_id), completion, timed.start_s, timed.end_s, held_s=held_s, turn=turn)
 
     async def _call_or_abort(
         self, client: _Client, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]

@@ -333,7 +333,7 @@ class Turns:
         if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
             now = self._clock()
             live.record_anyway(Delivered(turn_id=answer.turn_id))
-            live.usage.delivered(answer.turn_id, (call.name for call in answer.calls), now)
+            live.usage.delivered(answer.turn_id, answer.calls, now)
 
     async def _run(self, live: LiveSession, match: Match, request: TurnRequest, asked_s: float) -> TurnAnswer:
         if live.closed:
@@ -344,21 +344,21 @@ class Turns:
             # Spent by that run: otherwise an agent that leaves and asks again at once would go on for ever.
             live.exhaust(budget)
             return core.final_answer()
-        turn_id = core.next_turn_id()
+        turn_id, turn = core.next_turn_id(), live.usage.next_turn()
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context, kind=SpanKind.SERVER) as span:
             began_s = self._clock()
             try:
                 match, delta = await self.prompts.render(live, match, request)
                 plan = core.plan(match, request, delta, await self.prompts.kinds(live, match, request, delta))
                 rendered_s = self._clock()
-                live.usage.add(RENDER, asked_s, rendered_s)
-                plan, completion = await self._sample_as_asked(live, turn_id, plan)
+                live.usage.add(RENDER, asked_s, rendered_s, turn=turn)
+                plan, completion = await self._sample_as_asked(live, turn_id, turn, plan)
             except ContextExceeded:
                 live.exhaust(Exhausted.CONTEXT)
                 raise
             if completion is None:
                 return core.final_answer()
-            live.usage.answered(turn_id, self._clock())
+            live.usage.answered(turn_id, self._clock(), turn=turn)
             event = core.recorded(turn_id, plan, completion, self._renderer, self._parser)
             live.record(event)
             if plan.spends and completion.finish is FinishReason.LENGTH:
@@ -384,14 +384,14 @@ class Turns:
             return event.answer
 
     async def _sample_as_asked(
-        self, live: LiveSession, turn_id: str, plan: TurnPlan
+        self, live: LiveSession, turn_id: str, turn: int, plan: TurnPlan
     ) -> tuple[TurnPlan, Completion | None]:
         """Return the plan with the grammar of the request's constraint, if it could be honoured, and what `_sample`
         returns. Raises BadRequest for a constraint that the grammar refuses, or that nothing can honour in a session
         that does not serve such turns."""
         constraint = plan.request.constraint
         if constraint is None:
-            return plan, await self._sample(live, turn_id, plan)
+            return plan, await self._sample(live, turn_id, turn, plan)
         name = constraint.field
         may_reason = Reasons.MAY if THINK in self._renderer.template else Reasons.NEVER
         reasons = Reasons.ALREADY if begins_in_reasoning(plan, self._renderer) else may_reason
@@ -401,7 +401,7 @@ class Turns:
                 raise BadRequest(f"{name}: the schemas have more than {MAX_GRAMMAR_CHARACTERS} characters.", name)
             constrained = replace(plan, grammar=grammar)
             try:
-                return constrained, await self._sample(live, turn_id, constrained)
+                return constrained, await self._sample(live, turn_id, turn, constrained)
             except GrammarRefused as error:
                 raise BadRequest(f"{name} cannot be honoured: {error.reason[:MAX_REASON_CHARACTERS]}", name) from None
             except GrammarMissing:
@@ -412,9 +412,9 @@ class Turns:
                 "session with serve_unhonoured.",
                 name,
             )
-        return plan, await self._sample(live, turn_id, plan)
+        return plan, await self._sample(live, turn_id, turn, plan)
 
-    async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
+    async def _sample(self, live: LiveSession, turn_id: str, turn: int, plan: TurnPlan) -> Completion | None:
         """Return the completion, or None if the wall-time budget ran out first."""
         spec, parent = live.core.spec, plan.match.parent
         request = GenerateRequest(
@@ -435,7 +435,7 @@ class Turns:
         completed, overdue, started_at = False, False, self._clock()
         try:
             async with asyncio.timeout(live.core.wall_left_s(self._clock())):
-                completion = await self._pool.sample(lineage, request, pieces, live.usage)
+                completion = await self._pool.sample(lineage, request, pieces, live.usage, turn)
             completed = True
             return completion
         except (GrammarRefused, GrammarMissing):
@@ -476,4 +476,4 @@ class Turns:
             live.flush()
         self._pool.router.forget(live.core.spec.session_id)
         self.prompts.forget(live)
-        return replace(report_of(live.core), usage=live.usage.usage(self._clock()))
+        return replace(report_of(live.core), usage=live.usage.usage(self._clock(), at_s=time.time()))

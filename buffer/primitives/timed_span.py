@@ -1,0 +1,51 @@
+"""One block, clocked once: the interval that a breakdown counts and the span that a trace shows.
+
+Invariants:
+- The span is as long as the interval, by the monotonic clock: a wall clock that is set back makes no span negative.
+- Both begin at the same moment: the wall clock is read beside the monotonic one, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import time_ns
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Tracer, use_span
+from opentelemetry.util.types import AttributeValue
+
+
+@dataclass(slots=True)
+class TimedSpan:
+    """Span of a block, and the block's begin and end by the monotonic clock, in seconds; `end_s` is set when it
+    ends."""
+
+    span: Span
+    start_s: float
+    end_s: float = 0.0
+
+
+@contextmanager
+def timed_span(
+    tracer: Tracer,
+    name: str,
+    clock: Callable[[], float],
+    context: Context | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    records_errors: bool = True,
+) -> Iterator[TimedSpan]:
+    """Make the block a span, the current one, and measure it by `clock` (monotonic, in seconds). An exception makes the
+    span an error, unless `records_errors` is false."""
+    began_ns, start_s = time_ns(), clock()
+    span = tracer.start_span(name, context, kind, attributes, start_time=began_ns)
+    timed = TimedSpan(span, start_s)
+    try:
+        with use_span(span, record_exception=records_errors, set_status_on_exception=records_errors):
+            yield timed
+    finally:
+        timed.end_s = clock()
+        span.end(began_ns + round((timed.end_s - start_s) * 1e9))
