@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.telemetry.slow.meanwhile import EVALUATION, add_metrics, intervals_of_ledger
-from headrace.actors.telemetry.slow.reading import ENDED, committed_steps, measured_parts, read_times
+from headrace.actors.telemetry.slow.reading import ENDED, committed_steps, measured_times, read_times
 from headrace.actors.telemetry.slow.rows import EARLIER_ATTEMPTS, RolloutTime, RunTimes
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
@@ -60,9 +60,10 @@ def times_with(rollout_id: str, run_dir: Path) -> RunTimes:
 
 def _row(tries: Sequence[Sequence[Any]]) -> RolloutTime:
     """Return the row of an evaluation rollout from its attempts in order."""
-    starts = [row[6] - sum(measured_parts(row[-1])[0].values()) for row in tries]
-    rollout_id, attempt, task, tag, version, cause, ended_s, host, breakdown = tries[-1]
-    parts, labels = measured_parts(breakdown)
+    measured = [measured_times(row[-1]) for row in tries]
+    starts = [row[6] - sum(each.parts_s.values()) for row, each in zip(tries, measured, strict=True)]
+    rollout_id, attempt, task, tag, version, cause, ended_s, host, _ = tries[-1]
+    parts, labels = measured[-1].parts_s, measured[-1].labels
     if len(tries) > 1:
         parts = {EARLIER_ATTEMPTS: max(0.0, starts[-1] - starts[0])} | parts
     labels |= {"task": task, "tag": tag, **({"host": host} if host else {})}
@@ -83,4 +84,6 @@ def _row(tries: Sequence[Sequence[Any]]) -> RolloutTime:
         finished=cause in ENDED,
         ready_at_s=ended_s,
         cause=cause,
+        began_at_s=starts[-1],
+        within_s=measured[-1].within_s,
     )

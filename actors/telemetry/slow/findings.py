@@ -18,9 +18,16 @@ from numpy.typing import NDArray
 
 from headrace.actors.telemetry.slow.cohort import Cohorts
 from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT, Factor, Held
-from headrace.actors.telemetry.slow.rows import RUNNING
-from headrace.actors.telemetry.slow.windows import Windows
-from headrace.buffer.trajectories.breakdown import TOOL
+from headrace.actors.telemetry.slow.rows import (
+    DISPATCH,
+    EARLIER_ATTEMPTS,
+    RUNNING,
+    STALENESS_WAIT,
+    UNATTRIBUTED,
+    RolloutTime,
+    is_of_evaluation,
+)
+from headrace.buffer.trajectories.breakdown import BEFORE_AGENT, TOOL, is_of_agent
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -108,7 +115,7 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
         longer |= seconds > least_s
     candidates = np.nonzero(cohorts.finished & longer)[0]
     typical = cohorts.part_quantiles(candidates, (0.5,))[0][:, 0]
-    windows, held_up = Windows(cohorts), {}
+    held_up = {}
     caused: defaultdict[str, list[int]] = defaultdict(list)
     for place, each in found.items():
         caused[each.causes[0]].append(place)
@@ -120,7 +127,7 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
             for place in caused[part]:
                 excess_s.setdefault(place, found[place].excess_s.get(part, 0.0))
         if len(excess_s) >= LEAST_SUPPORT:
-            begin_s, end_s = windows.of(name)
+            begin_s, end_s = phases_of(cohorts.rows, name)
             held_up[name] = Held(
                 places=np.array(list(excess_s), dtype=np.int64),
                 excess_s=np.array(list(excess_s.values())),
@@ -129,6 +136,30 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
                 end_s=end_s,
             )
     return held_up
+
+
+def phases_of(rows: Sequence[RolloutTime], part: str) -> tuple[Floats, Floats]:
+    """Return begin and end of the phase of a part in each rollout, in Unix time, each of shape (rows,): before the
+    agent, while it worked, or in the evaluation. The phase and not the part, since it says when the part might have
+    been held up in rollouts that it did not hold up."""
+    issued_s = np.array([row.last_issued_at_s for row in rows])
+    end_s = np.array([row.issued_at_s + row.total_s for row in rows])
+    if part in (EARLIER_ATTEMPTS, STALENESS_WAIT):
+        return np.array([row.issued_at_s for row in rows]), issued_s
+    if part in (DISPATCH, UNATTRIBUTED, RUNNING):
+        return issued_s, end_s
+    belongs = is_of_evaluation if is_of_evaluation(part) else BEFORE_AGENT.__contains__
+    if not is_of_evaluation(part) and part not in BEFORE_AGENT:
+        belongs = is_of_agent
+
+    def phase(row: RolloutTime) -> tuple[float, float]:
+        within = [span for part, span in row.within_s.items() if belongs(part)]
+        if row.began_at_s is None or not within:
+            return row.last_issued_at_s, row.issued_at_s + row.total_s
+        return row.began_at_s + min(begin for begin, _ in within), row.began_at_s + max(end for _, end in within)
+
+    begin_s, end_s = np.array([phase(row) for row in rows], dtype=np.float64).T
+    return begin_s, end_s
 
 
 def slow_by_factor(

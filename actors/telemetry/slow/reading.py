@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -99,7 +99,8 @@ def _row(
     # A reissue that waits for a slot, or the ledger's clock stepped back.
     end_s = max(issued_s, now_s if ended_s is None else ended_s)
     spent_s = end_s - issued_s
-    parts, labels, clock_s = _parts(breakdown, spent_s, ended=ended_s is not None)
+    measured = None if breakdown is None else measured_times(breakdown)
+    parts, labels, clock_s = _parts(measured, spent_s, ended=ended_s is not None)
     labels["task"] = task
     if host:
         labels["host"] = host
@@ -131,6 +132,8 @@ def _row(
         ready_at_s=None if ended_s is None else max(end_s, sealed_at_s or 0.0),
         trained_step=None if trained is None else trained.step,
         cause=cause or state,
+        began_at_s=None if measured is None or ended_s is None else end_s - measured.wall_s,
+        within_s={} if measured is None else measured.within_s,
         clock_s=clock_s,
     )
 
@@ -152,21 +155,32 @@ def _before(tries: Sequence[Sequence[Any]]) -> dict[str, float]:
     return parts
 
 
-def measured_parts(breakdown: str) -> tuple[dict[str, float], dict[str, Label]]:
-    """Return the seconds by part and the labels of a stored breakdown."""
+class MeasuredTimes(NamedTuple):
+    """Times of a stored breakdown; see `Breakdown`. A long run has tens of thousands."""
+
+    wall_s: float
+    parts_s: dict[str, float]
+    within_s: dict[str, Sequence[float]]
+    labels: dict[str, Label]
+
+
+def measured_times(breakdown: str) -> MeasuredTimes:
+    """Return the times and labels of a stored breakdown."""
     document = orjson.loads(breakdown)
     parts: dict[str, float] = document["parts_s"]
     if min(parts.values(), default=0.0) < 0:
         parts = {part: max(0.0, seconds) for part, seconds in parts.items()}
-    return parts, document["labels"]
+    return MeasuredTimes(document["wall_s"], parts, document["within_s"], document["labels"])
 
 
-def _parts(breakdown: str | None, spent_s: float, *, ended: bool) -> tuple[dict[str, float], dict[str, Label], float]:
+def _parts(
+    measured: MeasuredTimes | None, spent_s: float, *, ended: bool
+) -> tuple[dict[str, float], dict[str, Label], float]:
     """Return parts that add up to the time since the issue, labels, and the disagreement of clocks in seconds."""
     parts: dict[str, float] = {}
     labels: dict[str, Label] = {}
-    if breakdown is not None:
-        parts, labels = measured_parts(breakdown)
+    if measured is not None:
+        parts, labels = measured.parts_s, measured.labels
         rest = DISPATCH
     else:
         rest = UNATTRIBUTED if ended else RUNNING

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
@@ -61,6 +61,10 @@ class RolloutTime:
     """When the rollout's group was sealed with it, or it ended, whichever came later."""
     trained_step: int | None = None
     cause: str = ""
+    began_at_s: float | None = None
+    """When its last attempt began on the worker, by the ledger's clock; None while it runs."""
+    within_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Begin and end of each part of the last attempt, in seconds since then."""
     clock_s: float = 0.0
     """Seconds by which the worker's clock and the ledger's disagree; 0 within `TOLERANCE_S`."""
 
