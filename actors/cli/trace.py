@@ -53,29 +53,35 @@ def show_rollout(
     run_dir: RunPath,
     rollout: Annotated[str, typer.Argument(metavar="ROLLOUT", help="Id of a rollout, or the beginning of one.")],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the waterfall as one HTML file that needs no network.")
+        Path | None, typer.Option(metavar="FILE", help="Write the drawing as one HTML file that needs no network.")
     ] = None,
     json: Json = None,
 ) -> None:
-    """Draw where the time of one rollout went, beside what is typical of its cohort, and say why if it was slow."""
+    """Draw the timeline of one rollout, with parallel calls beside each other, and its parts beside what is typical of
+    its cohort, and say why if it was slow."""
     from headrace.actors.errors import ConfigError
     from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.telemetry.slow.evaluations import times_with
     from headrace.actors.telemetry.slow.terminal_text import place_of_rollout, waterfall, waterfall_lines
+    from headrace.actors.telemetry.slow.timelines import read_timelines
     from headrace.actors.telemetry.slow.waterfall_html import waterfall_page
 
-    times = times_with(rollout, RunDirectory.at(run_dir).path)
+    path = RunDirectory.at(run_dir).path
+    times = times_with(rollout, path)
     row, typical, verdict = waterfall(times, place_of_rollout(times, rollout))
+    attempts = read_timelines(path, row.rollout_id)
     if html is not None:
         try:
-            html.write_text(waterfall_page(row, typical, verdict, run=run_dir.resolve().name), encoding="utf-8")
+            page = waterfall_page(row, typical, verdict, attempts, run=run_dir.resolve().name)
+            html.write_text(page, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--html {html}: cannot be written ({error.strerror}); name a file") from error
     if json is not None:
         known = {part: asdict(each) for part, each in typical.items()}
-        write_json({"rollout": asdict(row), "typical": known, "verdict": verdict and verdict.to_json()}, json)
+        document = {"rollout": asdict(row), "typical": known, "verdict": verdict and verdict.to_json()}
+        write_json(document | {"attempts": [each.to_json() for each in attempts]}, json)
         return
-    for line in waterfall_lines(row, typical, verdict):
+    for line in waterfall_lines(row, typical, verdict, attempts):
         typer.echo(line)
 
 

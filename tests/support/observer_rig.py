@@ -18,7 +18,9 @@ from headrace.actors.simulation.virtual.plan import make_plan
 from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.actors.telemetry.page.app import build_app
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.timeline import Timeline
 from headrace.buffer.trajectories.types import Cause, Outcome, RolloutOrder, Row, Trajectory, VersionSpan
 from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
@@ -70,7 +72,18 @@ async def hostile_run(folder: Path) -> Path:
 
 def hostile_result(order: RolloutOrder, version: PolicyVersion, *, slow: bool) -> Any:
     parts = {"boot": 30.0 if slow else 2.0, f"tool.{MARKUP}": 1.0, "other": 0.1}
-    breakdown = Breakdown(wall_s=sum(parts.values()), parts_s=parts, labels={"agent": "shell", "tools": (HOSTILE,)})
+    boot_s = parts["boot"]
+    segments = [
+        Segment("boot", 0.0, boot_s, detail="host-1"),
+        Segment(f"tool.{MARKUP}", boot_s, boot_s + 1.0, 1, HOSTILE),
+        Segment("tool.quick", boot_s, boot_s + 0.25, 1, "ls"),
+    ]
+    breakdown = Breakdown(
+        wall_s=sum(parts.values()),
+        parts_s=parts,
+        labels={"agent": "shell", "tools": (HOSTILE,)},
+        timeline=Timeline(segments=segments, began_at_s=1_700_000_000.0),
+    )
     outcome = Outcome(reward=1.0, solved=True, trainable=True, cause=Cause.SOLVED, detail=HOSTILE[:200])
     trajectory = trajectory_of([(HOSTILE, False), (HOSTILE, True), ("given", False), ("answer", True)], version)
     finished = cases.result(order, version)

@@ -163,6 +163,27 @@ async def test_a_run_with_a_slow_host_is_explained(simulated: Path) -> None:
         assert "No slow rollout fits the filter" in only
 
 
+async def test_the_timeline_of_the_page_has_the_segments_of_its_data(tmp_path: Path) -> None:
+    async with page_of(await hostile_run(tmp_path)) as client:
+        page = Elements(await read(client, "/rollout?id=g000000-0"))
+        (attempt,) = json.loads(await read(client, "/rollout.json?id=g000000-0"))["attempts"]
+        assert await read(client, "/rollout.json?id=nothing", status=404, accept="*/*")
+    assert attempt["began_at_s"] == 1_700_000_000.0
+    boot, quick, slow = attempt["segments"]
+    assert (boot["name"], boot["begin_at_s"], boot["end_at_s"]) == ("boot", 1_700_000_000.0, 1_700_000_030.0)
+    assert (quick["name"], quick["end_at_s"] - quick["begin_at_s"], quick["detail"]) == ("tool.quick", 0.25, "ls")
+    assert slow["begin_at_s"] == quick["begin_at_s"]
+    drawn = [box for box in page.of("rect") if "data-name" in box]
+    assert [(box["data-name"], box["data-turn"]) for box in drawn] == [("boot", "0"), ("tool.quick", "1"), (SLOW, "1")]
+    begun = [attempt["began_at_s"] + float(box["data-begin"] or "") for box in drawn]
+    assert begun == [each["begin_at_s"] for each in attempt["segments"]]
+    tools = [float(box["y"] or "") for box in drawn[1:]]
+    assert tools[1] > tools[0], "calls that overlap are beside each other"
+
+
+SLOW = f"tool.{MARKUP}"
+
+
 async def test_steps_pushes_and_series_are_shown(simulated: Path) -> None:
     async with page_of(simulated) as client:
         assert Elements(await read(client, "/steps")).text.count("UTC") == 0

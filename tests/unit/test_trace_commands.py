@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,14 +20,19 @@ from headrace.actors.telemetry.slow.terminal_text import (
     chosen,
     place_of_rollout,
     slow_lines,
+    timeline_lines,
     waterfall,
     waterfall_lines,
 )
+from headrace.actors.telemetry.slow.timeline_html import timeline_fragment
+from headrace.actors.telemetry.slow.timelines import AttemptTimeline, lanes_of
 from headrace.actors.telemetry.slow.verdicts import explain
 from headrace.actors.telemetry.slow.waterfall_html import WIDTH, verdict_text, waterfall_fragment, waterfall_page
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import Breakdown
+from headrace.buffer.trajectories.timeline import Merged, Timeline
 from support import replay_cases as cases
 from support.html_elements import Elements
 
@@ -102,7 +108,8 @@ async def test_a_waterfall_is_one_html_file_in_which_texts_of_an_agent_do_nothin
         parts_s={**row.parts_s, f"tool.{HOSTILE}": 3.0},
         labels={HOSTILE: HOSTILE, "tools": (HOSTILE, "x" * 10_000_000)},
     )
-    page = waterfall_page(hostile, typical, verdict, run="<b>")
+    calls = [Segment(f"tool.{HOSTILE}", 0.0, 3.0, 1, HOSTILE), Segment("tool.bash", 1.0, 2.0, 1, HOSTILE)]
+    page = waterfall_page(hostile, typical, verdict, [attempt_of(*calls)], run="<b>")
     parsed = Elements(page)
     names = {name for name, _ in parsed.found}
     assert {"main", "table", "svg", "rect", "bdi"} <= names
@@ -118,6 +125,44 @@ async def test_a_waterfall_is_one_html_file_in_which_texts_of_an_agent_do_nothin
     fragment = Elements(waterfall_fragment(hostile, typical))
     assert fragment.found[0] == ("div", {"class": "waterfall"})
     assert "Cause" not in fragment.text
+
+
+def attempt_of(*segments: Segment, **more: Any) -> AttemptTimeline:
+    end_s = max(each.end_s for each in segments)
+    timeline = Timeline(segments=list(segments), **more)
+    return AttemptTimeline(attempt=1, trace_id="", began_at_s=1e9, wall_s=end_s, timeline=timeline)
+
+
+def test_a_timeline_shows_which_of_twenty_calls_took_a_minute() -> None:
+    """The others ran beside it, two at a time, and some were merged."""
+    beside = [Segment("tool.read", 3.0 * number, 3.0 * number + 3.0, 1, f"cat {number}") for number in range(19)]
+    slow = Segment("tool.bash", 0.0, 60.0, 1, "pytest -x")
+    hold = Segment("gate", 60.0, 70.0, 2)
+    failed, booted = Segment("boot", 70.0, 71.0, 0, "host-1: BootFailed"), Segment("boot", 71.0, 80.0, 0, "host-2")
+    segments = sorted([slow, *beside, hold, failed, booted], key=lambda each: each.start_s)
+    attempt = attempt_of(*segments, merged={"own": Merged(7, 0.5)}, left_out=3)
+    assert [(track, len(lane)) for track, lane in lanes_of(segments)] == [
+        ("sandbox", 2),
+        ("turns", 1),
+        ("tools", 1),
+        ("tools", 19),
+    ]
+    lines = timeline_lines(attempt)
+    lanes = [line[13:-1] for line in lines if line[12:13] == "|"]
+    assert [lane.strip() for lane in lanes[:3]] == ["b" * 12, "h" * 12, "t" * 72]
+    assert re.fullmatch("(t{3,4}T{3,4}){9}t{3,4}", lanes[3].strip()), "calls that touch are told apart"
+    assert lines[lines.index(next(line for line in lines if line.startswith("longest"))) + 1].split() == [
+        *("0.00", "60.00", "s", "1", "tool.bash", "pytest", "-x")
+    ]
+    assert lines[-2:] == [
+        "7 shorter segments of own are not shown one by one: 0.50 s",
+        "3 intervals are in no part",
+    ]
+    page = Elements(timeline_fragment([attempt]))
+    boxes = list(page.of("rect"))
+    assert [box["class"] for box in boxes[:3]] == ["failed", "sandbox", "hold"]
+    assert "turn 1, tool.bash, 0.00 to 60.00 s (60.00 s): pytest -x" in page.text
+    assert max(float(box["x"] or "") + float(box["width"] or "") for box in boxes) <= 1000.1
 
 
 async def test_the_bars_of_a_waterfall_stay_within_the_drawing(run: Path) -> None:

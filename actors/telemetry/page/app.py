@@ -30,6 +30,7 @@ from headrace.actors.telemetry.page.reader import RunReader
 from headrace.actors.telemetry.page.rendering import make_environment
 from headrace.actors.telemetry.page.rollout_reading import RolloutUnknown
 from headrace.actors.telemetry.page.slow_verdicts import Explained
+from headrace.actors.telemetry.slow.timeline_html import timeline_fragment
 from headrace.actors.telemetry.slow.waterfall_html import waterfall_fragment
 from headrace.buffer.errors import ReplayError
 
@@ -75,6 +76,7 @@ class Pages:
             web.get("/running", self._running),
             web.get("/slow", self._slow),
             web.get("/rollout", self._rollout),
+            web.get("/rollout.json", self._rollout_data),
             web.get("/steps", self._steps),
             web.get("/engines", self._engines),
             web.get("/pushes", self._pushes),
@@ -150,11 +152,18 @@ class Pages:
         found: Explained | None = (await self._found())["found"]
         verdicts = () if found is None else found.report.verdicts
         verdict = next((verdict for verdict in verdicts if verdict.rollout_id == details.rollout_id), None)
-        # The fragment is markup that escapes what agents wrote.
+        # The fragments are markup that escapes what agents wrote.
         pair = None if times is None else times.value
         drawn = None if pair is None else Markup(waterfall_fragment(*pair, verdict))
+        timeline = Markup(timeline_fragment(details.timelines))
         pending = times is None
-        return await self._page("rollout.html", details=details, waterfall=drawn, pending=pending)
+        return await self._page("rollout.html", details=details, timeline=timeline, waterfall=drawn, pending=pending)
+
+    async def _rollout_data(self, request: web.Request) -> web.Response:
+        details = await self._reader.rollout(request.query.get("id", "")[:1000])
+        attempts = [each.to_json() for each in details.timelines]
+        document = orjson.dumps({"rollout_id": details.rollout_id, "attempts": attempts})
+        return web.Response(body=document, content_type="application/json")
 
     async def _steps(self, request: web.Request) -> web.Response:
         records = await self._reader.metrics()

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from headrace.actors.telemetry.page.text import MAX_NAME, name, shown
+from headrace.actors.telemetry.slow.timeline_html import TIMELINE_STYLE
 from headrace.actors.telemetry.slow.waterfall_html import STYLE
 
 HERE: Final = Path(__file__).parent
@@ -118,7 +119,8 @@ def label(value: Any) -> str:
 
 def static_files() -> dict[str, tuple[bytes, str, str]]:
     """Return content, type and digest of the files of the page, by name."""
-    files = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()} | {"waterfall.css": STYLE.encode()}
+    files = {path.name: path.read_bytes() for path in (HERE / "static").iterdir()}
+    files["waterfall.css"] = (STYLE + TIMELINE_STYLE).encode()
     return {
         name: (body, mimetypes.guess_type(name)[0] or "text/plain", hashlib.sha256(body).hexdigest()[:32])
         for name, body in files.items()

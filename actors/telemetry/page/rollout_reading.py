@@ -20,6 +20,7 @@ from headrace.actors.record.files.log_lines import logs_in
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.telemetry.page.text import ShownText, name, shown
 from headrace.actors.telemetry.page.trajectory_text import TrajectoryText, read_text
+from headrace.actors.telemetry.slow.timelines import AttemptTimeline, timelines_of
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.serve.tracing.retention import kept_files
@@ -70,6 +71,7 @@ class RolloutDetails:
     row: Mapping[str, Any]
     attempts: tuple[Mapping[str, Any], ...]
     attempts_left_out: int = 0
+    timelines: tuple[AttemptTimeline, ...] = ()
     text: TrajectoryText | None = None
     tag: str = ""
     conversation: tuple[Turn, ...] = ()
@@ -96,6 +98,7 @@ def read_rollout(directory: RunDirectory, asked: str) -> RolloutDetails:
         names = ("group", "member", "state", "attempt", "reward", "advantage", "late", "batch", "reason")
         row = dict(zip(names, found, strict=True)) | group_columns(rows, found[0]) | batch_columns(rows, found[7])
         tries = rows.select("attempts", _ATTEMPT, where="rollout_id = ?", values=(rollout_id,)).fetchall()
+        timelines = timelines_of(rows, rollout_id)
     attempts = [dict(zip(_ATTEMPT, each, strict=True)) for each in sorted(tries)]
     last = attempts[-1] if attempts else None
     text = None if last is None else read_text(directory, rollout_id, last["attempt"], last["trajectory_file"])
@@ -105,6 +108,7 @@ def read_rollout(directory: RunDirectory, asked: str) -> RolloutDetails:
         row=row,
         attempts=tuple(attempts[-MAX_ATTEMPTS:]),
         attempts_left_out=max(0, len(attempts) - MAX_ATTEMPTS),
+        timelines=timelines,
         text=text,
         lines=lines,
         notes=(*damage, *notes),
@@ -169,6 +173,7 @@ def evaluated_rollout(
         row={"task": last["task_id"], "state": "evaluated", "reward": last["reward"]},
         attempts=tuple(attempts[-MAX_ATTEMPTS:]),
         attempts_left_out=max(0, len(attempts) - MAX_ATTEMPTS),
+        timelines=timelines_of(rows, rollout_id),
         tag=str(last["tag"]),
         conversation=() if folder is None else tuple(conversation_of(folder / "conversation.jsonl")),
         evaluator_log=None if folder is None else beginning_of(folder / "evaluator.log"),

@@ -1,4 +1,4 @@
-"""Verdicts and waterfalls as lines for a terminal.
+"""Verdicts, timelines and parts of rollouts as lines for a terminal.
 
 Invariant: what agents wrote (names of tools) is printed without control characters.
 """
@@ -12,11 +12,48 @@ from typing import Any, Final
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.slow.cohort import Cohorts, Typical
 from headrace.actors.telemetry.slow.rows import RolloutTime, RunTimes, in_order
+from headrace.actors.telemetry.slow.timelines import AttemptTimeline, lanes_of, longest_of, merged_lines
 from headrace.actors.telemetry.slow.verdicts import SlowReport, Verdict, explain
+from headrace.buffer.trajectories.breakdown import (
+    BOOT,
+    ENGINE_DECODE,
+    ENGINE_PREFILL,
+    ENGINE_QUEUE,
+    EVALUATE_QUEUE,
+    GATE,
+    QUEUE,
+)
 
 BAR: Final = 40
 """Characters of the longest bar."""
 CAUSES: Final = 3
+COLUMNS: Final = 96
+"""Characters of a timeline."""
+MOST_LANES: Final = 24
+LONGEST_LINES: Final = 10
+LETTERS: Final = {
+    QUEUE: "q",
+    BOOT: "b",
+    GATE: "h",
+    ENGINE_QUEUE: "q",
+    ENGINE_PREFILL: "p",
+    ENGINE_DECODE: "d",
+    EVALUATE_QUEUE: "q",
+}
+"""Letters of parts in a timeline; others have that of their track."""
+LETTERS_OF_TRACKS: Final = {
+    "sandbox": "s",
+    "agent": "o",
+    "turns": "w",
+    "tools": "t",
+    "services": "v",
+    "evaluation": "e",
+    "rest": ".",
+}
+KEY_OF_LETTERS: Final = (
+    "letters: q queue, b boot, s other work on the sandbox, h hold (gate closed), p prefill, d decode, "
+    "w rest of a turn, t tool, v service, o agent's own time, e evaluation, . rest; every other call in capitals"
+)
 
 
 def printable(text: str) -> str:
@@ -93,23 +130,58 @@ def waterfall(times: RunTimes, place: int) -> tuple[RolloutTime, dict[str, Typic
     return row, Cohorts(times.rows).typical_parts(place), verdict
 
 
-def waterfall_lines(row: RolloutTime, typical: dict[str, Typical], verdict: Verdict | None = None) -> list[str]:
-    """Return one line for each part: its seconds as a bar where it began, and what is typical beside it."""
+def waterfall_lines(
+    row: RolloutTime,
+    typical: dict[str, Typical],
+    verdict: Verdict | None = None,
+    attempts: Sequence[AttemptTimeline] = (),
+) -> list[str]:
+    """Return the timelines of a rollout, then one line for each part: its seconds, as a bar too, and what is typical
+    beside it."""
     running = "  still running" if row.ended_at_s is None else ""
     name = f"rollout {row.rollout_id} attempt {row.attempt}"
     lines = [f"{name}  {row.total_s:.2f} s{running}  task {row.task}  agent {row.agent}"]
-    scale, begun = BAR / max(row.total_s, 1e-9), 0.0
+    for attempt in attempts:
+        lines += timeline_lines(attempt)
+    scale = BAR / max(max(row.parts_s.values(), default=0.0), 1e-9)
     for part in sorted({*row.parts_s, *(name for name, each in typical.items() if each.p90_s)}, key=in_order):
         seconds, each = row.parts_s.get(part, 0.0), typical.get(part)
-        left, width = round(begun * scale), max(1 if seconds else 0, round(seconds * scale))
-        bar = (" " * left + "#" * width).ljust(BAR)[:BAR]
+        bar = ("#" * max(1 if seconds else 0, round(seconds * scale))).ljust(BAR)
         beside = f"p50 {each.p50_s:8.3f}  p90 {each.p90_s:8.3f}  n {each.n}" if each else ""
         lines.append(f"{part[:24]:24} {seconds:9.3f} s |{bar}| {beside}")
-        begun += seconds
     lines += [f"{name:24} {seconds:9.3f} s  after its end" for name, seconds in row.waits_s.items() if seconds]
     lines.append("labels: " + "  ".join(f"{name} {shown(value)}" for name, value in row.labels.items()))
     lines += [] if verdict is None else ["slow:", *verdict_lines(verdict)]
     return [printable(line) for line in lines]
+
+
+def timeline_lines(attempt: AttemptTimeline) -> list[str]:
+    """Return the lanes of an attempt, a letter for each segment, then its longest segments."""
+    segments = attempt.timeline.segments
+    scale = COLUMNS / max(attempt.wall_s, 1e-9, *(each.end_s for each in segments))
+    lines = [f"attempt {attempt.attempt}: {attempt.wall_s:.2f} s, {attempt.wall_s / COLUMNS:.3g} s a column"]
+    lanes, above = list(lanes_of(segments)), ""
+    for track, lane in lanes[:MOST_LANES]:
+        cells = [" "] * COLUMNS
+        letters = [LETTERS.get(each.part) or LETTERS_OF_TRACKS[track] for each in lane]
+        if track in ("tools", "services"):
+            # Calls that touch are told apart.
+            letters[1::2] = map(str.upper, letters[1::2])
+        # Of several in one column the longest shows.
+        for each, letter in sorted(zip(lane, letters, strict=True), key=lambda pair: pair[0].seconds):
+            first = min(COLUMNS - 1, int(each.start_s * scale))
+            last = max(first + 1, min(COLUMNS, round(each.end_s * scale)))
+            cells[first:last] = letter * (last - first)
+        lines.append(f"{'' if track == above else track:12}|{''.join(cells)}|")
+        above = track
+    if len(lanes) > MOST_LANES:
+        lines.append(f"{'':12} and {len(lanes) - MOST_LANES} more lanes")
+    lines += [KEY_OF_LETTERS, "longest: begin, seconds, turn, part, and its command, engine or host:"]
+    lines += [
+        f"{each.start_s:9.2f} {each.seconds:9.2f} s  {each.turn or '':>4}  {each.part[:24]:24} {each.detail}"
+        for each in longest_of(segments)[:LONGEST_LINES]
+    ]
+    return lines + merged_lines(attempt.timeline)
 
 
 def shown(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""The waterfall of one rollout beside its cohort as HTML: a fragment for a page, and a page of its own.
+"""The parts of one rollout beside its cohort as HTML: a fragment for a page, and with its timeline a page of its own.
 
 Invariants:
 - Every text of an agent or a task is escaped, without control characters, and isolated from the direction of the rest.
 - The fragment needs `STYLE` and nothing else: no script, no network, no style attribute, so a strict CSP allows it.
-- A breakdown has lengths and not positions: bars follow each other in the order of a rollout.
+- Bars are lengths, so all begin at 0; positions are in the timeline.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Final
 
 from headrace.actors.telemetry.slow.cohort import Typical
 from headrace.actors.telemetry.slow.rows import RolloutTime, in_order
 from headrace.actors.telemetry.slow.terminal_text import limit_of, printable, shown
+from headrace.actors.telemetry.slow.timeline_html import TIMELINE_STYLE, timeline_fragment
+from headrace.actors.telemetry.slow.timelines import AttemptTimeline
 from headrace.actors.telemetry.slow.verdicts import Verdict
 
 WIDTH: Final = 1000
@@ -70,10 +72,15 @@ h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
 
 
 def waterfall_page(
-    row: RolloutTime, typical: Mapping[str, Typical], verdict: Verdict | None = None, *, run: str = ""
+    row: RolloutTime,
+    typical: Mapping[str, Typical],
+    verdict: Verdict | None = None,
+    attempts: Sequence[AttemptTimeline] = (),
+    *,
+    run: str = "",
 ) -> str:
     """Return one HTML document without any reference to another file."""
-    style = PAGE_STYLE + STYLE
+    style = PAGE_STYLE + STYLE + TIMELINE_STYLE
     # Nothing but this style may apply, even if a text should ever escape its escaping.
     allowed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{allowed}'"
@@ -87,6 +94,7 @@ def waterfall_page(
             f"<title>{_text(title)}</title>",
             f'<style>{style}</style></head><body><main class="waterfall">',
             f"<h1>{_text(title)}</h1>",
+            timeline_fragment(attempts),
             *_fragment(row, typical, verdict),
             "</main></body></html>",
             "",
@@ -110,27 +118,20 @@ def _fragment(row: RolloutTime, typical: Mapping[str, Typical], verdict: Verdict
     if verdict is not None:
         yield verdict_text(verdict)
     yield (
-        "<table><caption>Seconds of each part in its order. The upper bar is this rollout, in another colour beyond "
+        "<table><caption>Seconds of each part. The upper bar is this rollout, in another colour beyond "
         "the median of its cohort; the lower one is the cohort, thick up to its median and thin up to its p90."
         "</caption>"
         '<thead><tr><th scope="col">part</th><th scope="col" class="bar">time</th><th scope="col">seconds</th>'
         '<th scope="col" class="cohort">cohort</th></tr></thead><tbody>'
     )
     parts = sorted({*row.parts_s, *(name for name, each in typical.items() if each.p90_s)}, key=in_order)
-    # The cohort of a last part may take longer than the rollout did.
-    begins, begun = [], 0.0
-    for part in parts:
-        begins.append(begun)
-        begun += row.parts_s.get(part, 0.0)
-    ends = (
-        begin + (typical[part].p90_s if part in typical else 0.0) for begin, part in zip(begins, parts, strict=True)
-    )
-    scale = WIDTH / max(begun, *ends, 1e-9)
+    longest_s = max((*row.parts_s.values(), *(each.p90_s for each in typical.values())), default=0.0)
+    scale = WIDTH / max(longest_s, 1e-9)
     causes = verdict.causes if verdict is not None else ()
-    for part, begin in zip(parts, begins, strict=True):
+    for part in parts:
         seconds, each = row.parts_s.get(part, 0.0), typical.get(part)
         beside = "" if each is None else f"p50 {each.p50_s:.2f}, p90 {each.p90_s:.2f}, n {each.n}"
-        bar = bar_of(begin, seconds, each, scale)
+        bar = bar_of(seconds, each, scale)
         named = ' class="cause"' if part in causes else ""
         yield (
             f'<tr{named}><th scope="row">{_isolated(part)}</th><td class="bar">{bar}</td>'
@@ -162,16 +163,16 @@ def verdict_text(verdict: Verdict) -> str:
     )
 
 
-def bar_of(begin_s: float, seconds: float, typical: Typical | None, scale: float) -> str:
+def bar_of(seconds: float, typical: Typical | None, scale: float) -> str:
     """Return the drawing of one part: its seconds above, the cohort's median and p90 below."""
     p50_s, p90_s = (seconds, 0.0) if typical is None else (typical.p50_s, typical.p90_s)
     boxes = [
-        _box("usual", begin_s * scale, min(seconds, p50_s) * scale, 1, 12),
-        _box("excess", (begin_s + p50_s) * scale, max(0.0, seconds - p50_s) * scale, 1, 12),
+        _box("usual", 0.0, min(seconds, p50_s) * scale, 1, 12),
+        _box("excess", p50_s * scale, max(0.0, seconds - p50_s) * scale, 1, 12),
     ]
     if typical is not None:
-        boxes.append(_box("typical", begin_s * scale, p50_s * scale, 15, 5))
-        boxes.append(_box("typical", (begin_s + p50_s) * scale, max(0.0, p90_s - p50_s) * scale, 16.5, 2))
+        boxes.append(_box("typical", 0.0, p50_s * scale, 15, 5))
+        boxes.append(_box("typical", p50_s * scale, max(0.0, p90_s - p50_s) * scale, 16.5, 2))
     return (
         f'<svg viewBox="0 0 {WIDTH} 24" preserveAspectRatio="none" aria-hidden="true" focusable="false">'
         f"{''.join(boxes)}</svg>"
