@@ -11,9 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -23,7 +22,7 @@ from opentelemetry.trace import Tracer
 from headrace.actors.record.files.parts import PartClock, part_clock
 from headrace.actors.services.figures import ServiceTime, service_time
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
-from headrace.buffer.primitives.timed_span import timed_span
+from headrace.buffer.primitives.timed_span import interval_clock, timed_span
 from headrace.buffer.trajectories.breakdown import (
     EVALUATE,
     EVALUATE_QUEUE,
@@ -61,7 +60,9 @@ class AttemptTime:
     now: str = ""
     """Phase in progress; empty between phases."""
     now_since_s: float = 0.0
-    _began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    now_s: Callable[[], float] = field(default_factory=interval_clock)
+    """The clock of the attempt, in seconds."""
+    _began_s: float = field(init=False)
     _phases: list[Segment] = field(default_factory=list)
     _opening: tuple[float, float] | None = None
     _boots: list[Segment] = field(default_factory=list)
@@ -72,9 +73,12 @@ class AttemptTime:
     _timeline: Timeline = field(default_factory=Timeline)
     """What overlaps: the turns and calls of sessions."""
 
+    def __post_init__(self) -> None:
+        self._began_s = self.now_s()
+
     def in_progress(self) -> tuple[str, float, float]:
         """Return the part in progress, and the seconds since it began and since the attempt began."""
-        now = asyncio.get_running_loop().time()
+        now = self.now_s()
         since_s = self.now_since_s
         if not self.now:
             since_s = self._phases[-1].end_s if self._phases else self._began_s
@@ -83,7 +87,7 @@ class AttemptTime:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Collect the parts that are measured by what runs in the block: tools and services."""
-        with part_clock(asyncio.get_running_loop().time) as self._inner:
+        with part_clock(self.now_s) as self._inner:
             yield
 
     @contextmanager
@@ -91,9 +95,9 @@ class AttemptTime:
         """Count the block as a phase and as a part of the breakdown, and record it as a span."""
         timed = None
         self.occupied[phase] += 1
-        self.now, self.now_since_s = part, asyncio.get_running_loop().time()
+        self.now, self.now_since_s = part, self.now_s()
         try:
-            with timed_span(tracer, span, asyncio.get_running_loop().time) as timed:
+            with timed_span(tracer, span, self.now_s) as timed:
                 yield
         finally:
             self.now = ""
@@ -105,11 +109,11 @@ class AttemptTime:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the block as a part that belongs to no phase."""
-        start_s = asyncio.get_running_loop().time()
+        start_s = self.now_s()
         try:
             yield
         finally:
-            self._phases.append(Segment(name, start_s, asyncio.get_running_loop().time()))
+            self._phases.append(Segment(name, start_s, self.now_s()))
 
     def split(self, first: str, first_s: float) -> None:
         """Split the first `first_s` seconds off the last phase and record them under another name."""
@@ -118,7 +122,7 @@ class AttemptTime:
 
     def booted(self, segments: Sequence[Segment], asked_s: float) -> None:
         """Take over the waits and boots of a lease that was asked for at `asked_s` and has just come, or failed."""
-        self._boots += placed(segments, asked_s, asyncio.get_running_loop().time())
+        self._boots += placed(segments, asked_s, self.now_s())
 
     def split_services(self, seconds: Mapping[str, float]) -> None:
         """Split the seconds in services, by name, off the last phase, as phases `service.NAME`."""
@@ -128,22 +132,22 @@ class AttemptTime:
     @contextmanager
     def services(self) -> Iterator[ServiceTime]:
         """Measure the time that the block spends in services."""
-        with service_time(asyncio.get_running_loop().time) as measured:
+        with service_time(self.now_s) as measured:
             yield measured
 
     @contextmanager
     def session_opens(self) -> Iterator[None]:
         """Note that the block opens a session."""
-        call_s = asyncio.get_running_loop().time()
+        call_s = self.now_s()
         yield
-        self._opening = (call_s, asyncio.get_running_loop().time())
+        self._opening = (call_s, self.now_s())
 
     def session_ended(self, report: SessionReport, asked_s: float) -> None:
         """Take over the usage of the session, whose report was asked for at `asked_s` and has just come, and its
         counts."""
         usage = report.usage
         length_s = -usage.segments[0][1] if usage.segments else 0.0
-        end_s = self._report_time((asked_s, asyncio.get_running_loop().time()), length_s, usage.reported_at_s)
+        end_s = self._report_time((asked_s, self.now_s()), length_s, usage.reported_at_s)
         self._sessions += [Segment(part, end_s + start, end_s + end) for part, start, end in usage.segments]
         if usage.timeline:
             self._timeline.include(Timeline.from_json(usage.timeline), shift_s=end_s)
@@ -168,11 +172,9 @@ class AttemptTime:
         self._is_evaluated = True
         # An evaluation in this process has measured its own parts.
         if path:
-            shift_s = max(began_s, asyncio.get_running_loop().time() - path[-1].end_s)
+            shift_s = max(began_s, self.now_s() - path[-1].end_s)
             self._evaluation.append(Segment(EVALUATE_QUEUE, began_s, shift_s))
-            self._evaluation += [
-                each._replace(start_s=each.start_s + shift_s, end_s=each.end_s + shift_s) for each in path
-            ]
+            self._evaluation += [each.moved(shift_s) for each in path]
 
     def _report_time(self, finishing: tuple[float, float], length_s: float, at_s: float | None) -> float:
         """Return when the session reported, on the worker's clock: between the call for the report and its reply, and
@@ -190,7 +192,7 @@ class AttemptTime:
 
     def breakdown(self) -> Breakdown:
         """Return the breakdown up to now."""
-        end_s = asyncio.get_running_loop().time()
+        end_s = self.now_s()
         base = innermost(self._phases, self._began_s, end_s, idle=OTHER)
         # Of an agent without turns at a gateway nothing else is known.
         agent = OTHER if self._sessions else OWN
@@ -205,7 +207,7 @@ class AttemptTime:
             path = overlaid(path, [each for each in inner if each.part != _GAP])
             timeline.include(self._inner.timeline, shift_s=-self._began_s)
         timeline.include(self._timeline, shift_s=-self._began_s)
-        path = [each._replace(start_s=each.start_s - self._began_s, end_s=each.end_s - self._began_s) for each in path]
+        path = [each.moved(-self._began_s) for each in path]
         # Turns, tools and services have come from those that measured them, side by side; the path has the rest.
         timeline.add_all(each for each in path if each.part == OWN or not is_of_agent(each.part))
         return Breakdown(

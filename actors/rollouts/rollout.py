@@ -206,7 +206,7 @@ async def _run(
                         traceparent=traceparent,
                         agent_user=report.user,
                     )
-                    began_s = asyncio.get_running_loop().time()
+                    began_s = time.now_s()
                     verdict = await stations.evaluate(request)
                     time.evaluated(verdict.path, began_s)
                 scores = None
@@ -249,7 +249,7 @@ async def _sandbox(
         span = trace.get_current_span()
         span.set_attribute(names.SANDBOX_IMAGE, task.image)
         request = LeaseRequest(spec=spec, avoid=order.avoid, traceparent=traceparent_of(span), **clocks)
-        asked_s = asyncio.get_running_loop().time()
+        asked_s = time.now_s()
         try:
             lease = await stations.lease(request)
         except SandboxError as error:
@@ -344,7 +344,7 @@ async def _run_agent(
 
 
 async def _finish_session(session: OpenedSession, stations: Stations, time: AttemptTime) -> SessionReport:
-    asked_s = asyncio.get_running_loop().time()
+    asked_s = time.now_s()
     report = await stations.finish_session(session)
     time.session_ended(report, asked_s)
     return report

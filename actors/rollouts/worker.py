@@ -37,6 +37,7 @@ from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.services.figures import ServiceFigures
 from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.primitives.timed_span import interval_clock
 from headrace.buffer.trajectories.breakdown import OFFER, summed
 from headrace.buffer.trajectories.timeline import Timeline
 from headrace.buffer.trajectories.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
@@ -256,7 +257,7 @@ class RolloutWorker:
                     answer = await asyncio.to_thread(folders.write, order.group_id, answer, recorded.reports)
                 self._answers[order.rollout_id, order.attempt] = answer
             with tracer.start_as_current_span(names.BUFFER_OFFER):
-                await self._offer((order, result, asyncio.get_running_loop().time()))
+                await self._offer((order, result, spent.now_s()))
             return result.outcome
 
     async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult, float]]) -> list[None]:
@@ -292,7 +293,7 @@ def _cancelled(order: RolloutOrder, spent: AttemptTime) -> RolloutResult:
 
 def _waited(result: RolloutResult, at_s: float) -> RolloutResult:
     """Return a result that has been ready since `at_s`, with the time that it has waited to be taken."""
-    breakdown, waited_s = result.breakdown, asyncio.get_running_loop().time() - at_s
+    breakdown, waited_s = result.breakdown, interval_clock()() - at_s
     if breakdown is None:
         return result
     wall_s, timeline = breakdown.wall_s, Timeline(began_at_s=breakdown.timeline.began_at_s)

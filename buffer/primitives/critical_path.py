@@ -32,6 +32,15 @@ class Segment(NamedTuple):
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
+    def at(self, start_s: float, end_s: float) -> Segment:
+        """Return the same segment at another time."""
+        # `_replace` takes four times as long, and each attempt has hundreds.
+        return Segment(self.part, start_s, end_s, self.turn, self.detail)
+
+    def moved(self, by_s: float) -> Segment:
+        """Return the same segment `by_s` seconds later."""
+        return self.at(self.start_s + by_s, self.end_s + by_s)
+
 
 def critical_path(intervals: Iterable[Segment], start_s: float, end_s: float, *, idle: str) -> list[Segment]:
     """Return the critical path from `start_s` to `end_s`, followed backwards from the end: before an interval on the
@@ -75,7 +84,7 @@ def critical_path(intervals: Iterable[Segment], start_s: float, end_s: float, *,
 def innermost(intervals: Iterable[Segment], start_s: float, end_s: float, *, idle: str) -> list[Segment]:
     """Return the path on which at each time the interval counts that began last among those that cover it: of nested
     intervals the innermost. Time without any interval is `idle`."""
-    cut = [each._replace(start_s=max(each.start_s, start_s), end_s=min(each.end_s, end_s)) for each in intervals]
+    cut = [each.at(max(each.start_s, start_s), min(each.end_s, end_s)) for each in intervals]
     begun = sorted((each for each in cut if each.end_s > each.start_s), key=lambda each: (each.start_s, -each.end_s))
     times = sorted({start_s, end_s, *(time for each in begun for time in (each.start_s, each.end_s))})
     path: list[Segment] = []
@@ -89,7 +98,7 @@ def innermost(intervals: Iterable[Segment], start_s: float, end_s: float, *, idl
         while open_ and open_[0][2].end_s <= time_s:
             heappop(open_)
         covering = open_[0][2] if open_ else Segment(idle, time_s, next_s)
-        path.append(covering._replace(start_s=time_s, end_s=next_s))
+        path.append(covering.at(time_s, next_s))
     return _joined(path)
 
 
@@ -105,9 +114,9 @@ def overlaid(path: Sequence[Segment], over: Sequence[Segment]) -> list[Segment]:
             if each.start_s >= segment.end_s:
                 break
             begin, end = max(each.start_s, now), min(each.end_s, segment.end_s)
-            result += [segment._replace(start_s=now, end_s=begin), each._replace(start_s=begin, end_s=end)]
+            result += [segment.at(now, begin), each.at(begin, end)]
             now = end
-        result.append(segment._replace(start_s=now))
+        result.append(segment.at(now, segment.end_s))
     return _joined(each for each in result if each.end_s > each.start_s)
 
 
@@ -125,7 +134,7 @@ def _joined(segments: Iterable[Segment]) -> list[Segment]:
         last = joined[-1] if joined else None
         same = last is not None and (last.part, last.turn, last.detail) == (segment.part, segment.turn, segment.detail)
         if last is not None and same and segment.start_s <= last.end_s + ADJACENT_S:
-            joined[-1] = last._replace(end_s=segment.end_s)
+            joined[-1] = last.at(last.start_s, segment.end_s)
         else:
             joined.append(segment)
     return joined

@@ -3,18 +3,27 @@
 Invariants:
 - The span is as long as the interval, by the monotonic clock: a wall clock that is set back makes no span negative.
 - Both begin at the same moment: the wall clock is read beside the monotonic one, once.
+- In virtual time intervals are those of the loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import time_ns
+from time import monotonic, time_ns
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer, use_span
 from opentelemetry.util.types import AttributeValue
+
+
+def interval_clock() -> Callable[[], float]:
+    """Return the clock for intervals of the running loop, in seconds: the same time as the loop's own, which uvloop
+    rounds to milliseconds and reads once for all that is ready."""
+    loop = asyncio.get_running_loop()
+    return loop.time if getattr(loop, "is_virtual", False) else monotonic
 
 
 @dataclass(slots=True)

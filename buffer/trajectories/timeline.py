@@ -56,7 +56,7 @@ class Timeline:
     def add_all(self, segments: Iterable[Segment], *, shift_s: float = 0.0) -> None:
         """Add segments, moved by `shift_s`."""
         for each in segments:
-            self.add(each._replace(start_s=each.start_s + shift_s, end_s=each.end_s + shift_s))
+            self.add(each.moved(shift_s))
 
     def add_merged(self, part: str, number: int, seconds: float) -> None:
         """Add the sum of segments that somebody else has merged."""

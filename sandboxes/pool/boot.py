@@ -22,6 +22,7 @@ from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.primitives.critical_path import Segment
+from headrace.buffer.primitives.timed_span import interval_clock
 from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import AVOID_LABEL, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
@@ -93,7 +94,7 @@ def placed(segments: Sequence[Segment], start_s: float, end_s: float) -> list[Se
     `end_s`. The request and its reply took equally long, as far as is known."""
     length_s = -segments[0].start_s if segments else 0.0
     shift_s = end_s - max(0.0, end_s - start_s - length_s) / 2
-    return [each._replace(start_s=each.start_s + shift_s, end_s=each.end_s + shift_s) for each in segments]
+    return [each.moved(shift_s) for each in segments]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +107,6 @@ class _Boot:
     began_s: float
     pinned: str | None
     """The only host that can serve the request."""
-    queue_s: float = 0.0
     refused: bool = False
     """True if a queue has refused the request; another attempt would only wait again."""
     full_since_s: float | None = None
@@ -119,14 +119,14 @@ class _Boot:
     segments: list[Segment] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
 
-    def queued(self, start_s: float, end_s: float, detail: str) -> None:
-        """Count a wait as queueing time."""
-        self.queue_s += end_s - start_s
-        self.segments.append(Segment(boot_spans.QUEUE, start_s, end_s, detail=detail))
+    @property
+    def queue_s(self) -> float:
+        """Queueing time so far."""
+        return sum(each.seconds for each in self.segments if each.part == boot_spans.QUEUE)
 
     def before(self, now: float) -> tuple[Segment, ...]:
         """Return the waits and boots in seconds before now."""
-        return tuple(each._replace(start_s=each.start_s - now, end_s=each.end_s - now) for each in self.segments)
+        return tuple(each.moved(-now) for each in self.segments)
 
     def boot_s(self, now: float) -> float:
         return now - self.began_s - self.queue_s
@@ -171,7 +171,7 @@ class Booter:
 
     @staticmethod
     def _now() -> float:
-        return asyncio.get_running_loop().time()
+        return interval_clock()()
 
     async def boot(self, request: LeaseRequest, priority: Priority) -> Lease:
         """Boot a sandbox and record its lease. Raises SandboxError, after as many attempts as the retry table
@@ -219,7 +219,8 @@ class Booter:
 
     async def _try(self, boot: _Boot) -> HeldSandbox:
         if boot.full_since_s is not None:
-            boot.queued(boot.full_since_s, self._now(), "no capacity")
+            waited = Segment(boot_spans.QUEUE, boot.full_since_s, self._now(), detail="no capacity")
+            boot.segments.append(waited)
             boot.full_since_s = None
         host = await self._admitted(boot)
         if boot.tried:
@@ -277,8 +278,8 @@ class Booter:
                 host = self._hosts[choose(views, boot.tried, boot.request.avoid)]
             if not host.has_room(boot.ticket.priority) and boot.ticket.priority is not Priority.WARM:
                 self._make_room(host)
-            limit_s, began_s = boot.request.queue_timeout_s, self._now()
-            with boot_spans.queue_span(boot.context, _attributes(boot, host)):
+            limit_s = boot.request.queue_timeout_s
+            with boot_spans.queue_span(boot.context, _attributes(boot, host), boot.segments):
                 try:
                     async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - boot.queue_s)):
                         if await host.admitted(boot.ticket, again=again):
@@ -292,8 +293,6 @@ class Booter:
                 except SandboxError:
                     boot.refused = True
                     raise
-                finally:
-                    boot.queued(began_s, self._now(), host.name)
             # The host turned it away: it has been in a queue already, so another queue takes it even when full.
             again = True
 

@@ -5,7 +5,6 @@ Invariant: a span's parent is the one that the request's `traceparent` names, or
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.primitives.critical_path import Segment
-from headrace.buffer.primitives.timed_span import timed_span
+from headrace.buffer.primitives.timed_span import interval_clock, timed_span
 
 POOL_QUEUE: Final = "pool.queue"
 POOL_BOOT: Final = "pool.boot"
@@ -32,7 +31,7 @@ BOOT: Final = "boot"
 """Parts of a lease, named as those of a breakdown."""
 
 MIN_QUEUE_S: Final = 0.001
-"""Shortest wait for a place that has a span, by the clock of the event loop."""
+"""Shortest wait for a place that has a span."""
 
 tracer = trace.get_tracer("headrace.sandboxes.pool")
 
@@ -43,7 +42,7 @@ def boot_span(
 ) -> Iterator[None]:
     """Record the block as a boot, make its span the current one, and add it to `segments`. An error is recorded as its
     type and text, without a traceback."""
-    clock, host = asyncio.get_running_loop().time, str(attributes[SANDBOX_HOST])
+    clock, host = interval_clock(), str(attributes[SANDBOX_HOST])
     detail = host
     timed = None
     try:
@@ -60,22 +59,26 @@ def boot_span(
 
 
 @contextmanager
-def queue_span(context: Context | None, attributes: Mapping[str, AttributeValue]) -> Iterator[None]:
-    """Record the block as a wait in a queue, unless it ends without an error within `MIN_QUEUE_S`."""
-    start_ns, start_s = time.time_ns(), asyncio.get_running_loop().time()
-
-    def waited() -> Span:
-        return tracer.start_span(POOL_QUEUE, context, attributes=attributes, start_time=start_ns)
-
+def queue_span(
+    context: Context | None, attributes: Mapping[str, AttributeValue], segments: list[Segment]
+) -> Iterator[None]:
+    """Record the block as a wait in a queue, and add it to `segments`. It has a span unless it ends without an error
+    within `MIN_QUEUE_S`."""
+    clock = interval_clock()
+    began_ns, start_s, failed = time.time_ns(), clock(), None
     try:
         yield
     except BaseException as error:
-        span = waited()
-        _end_with(span, error)
-        span.end()
+        failed = error
         raise
-    if asyncio.get_running_loop().time() - start_s >= MIN_QUEUE_S:
-        waited().end()
+    finally:
+        waited = Segment(QUEUE, start_s, clock(), detail=str(attributes[SANDBOX_HOST]))
+        segments.append(waited)
+        if failed is not None or waited.seconds >= MIN_QUEUE_S:
+            span = tracer.start_span(POOL_QUEUE, context, attributes=attributes, start_time=began_ns)
+            if failed is not None:
+                _end_with(span, failed)
+            span.end(began_ns + round(waited.seconds * 1e9))
 
 
 def _end_with(span: Span, error: BaseException) -> None:

@@ -26,6 +26,7 @@ from headrace.actors.runtime.pools.leases import LEASE_S, Leases, lease_attribut
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
 from headrace.buffer.primitives.exit_stack import ResourceOwner
+from headrace.buffer.primitives.timed_span import interval_clock
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
 from headrace.buffer.trajectories.breakdown import (
     BOOT,
@@ -75,10 +76,11 @@ class _CleanSandboxes(ResourceOwner):
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         with in_span(tracer, names.SANDBOX_BOOT, EVALUATE_BOOT) as span:
-            began_s = asyncio.get_running_loop().time()
+            clock = interval_clock()
+            began_s = clock()
             span.set_attribute(names.SANDBOX_IMAGE, spec.image)
             lease = await self._leases.lease(LeaseRequest(spec=spec, traceparent=traceparent_of(span)))
-            for each in placed(lease.segments, began_s, asyncio.get_running_loop().time()):
+            for each in placed(lease.segments, began_s, clock()):
                 add_segment(each._replace(part=_OF_POOL[each.part]))
             ref = lease.ref
             if span.is_recording():
@@ -143,13 +145,12 @@ class Evaluator(ResourceOwner):
         return self._sandboxes.judged + self._unboxed
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
-        now = asyncio.get_running_loop().time
+        now = interval_clock()
         began_s = now()
         with part_clock(now) as parts:
             verdict = await self._judge(request, parts)
         path = parts.path(began_s, now(), idle=OTHER)
-        from_begin = (each._replace(start_s=each.start_s - began_s, end_s=each.end_s - began_s) for each in path)
-        verdict = replace(verdict, path=tuple(from_begin))
+        verdict = replace(verdict, path=tuple(each.moved(-began_s) for each in path))
         return with_rewards(verdict, request.task.evaluator.rewards)
 
     async def _judge(self, request: EvaluationRequest, parts: PartClock) -> Verdict:

@@ -68,6 +68,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     It has no selector, and its own heap of timers: timers of one moment run in the order in which they were set."""
 
+    is_virtual = True
+
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
