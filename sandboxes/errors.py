@@ -38,7 +38,7 @@ from headrace.buffer.primitives.critical_path import Segment
 
 class SandboxError(Exception):
     """Root of the tree. `message` is one line that names the setting to change; `host` is the host that failed, or
-    empty. `segments` are the waits and boots of a lease that failed, as those of `Lease`."""
+    empty. `segments` and `at_s` are those of a lease that failed, as in `Lease`."""
 
     transient: ClassVar[bool] = False
 
@@ -47,6 +47,7 @@ class SandboxError(Exception):
         self.message = message
         self.host = ""
         self.segments: tuple[Segment, ...] = ()
+        self.at_s: float | None = None
 
     def __str__(self) -> str:
         return self.message

@@ -4,8 +4,8 @@ evaluator's parts, on one clock.
 Invariants:
 - Parts do not overlap and add up to the time on the worker; what nobody measured is `other`.
 - Times of other processes are lengths on their own clocks, so clocks of hosts need not agree. The session's are placed
-  by its opening and its report, each of which happened between a call and its reply; where the hosts' clocks agree with
-  that, they say where between. The evaluator's are placed by the end of the evaluation.
+  by its opening and its report, each of which happened between a call and its reply; those of the pool and of the
+  evaluator likewise. Where between, the hosts' clocks decide.
 - Segments of the timeline overlap where calls do; the parts are those of one path through them.
 """
 
@@ -22,7 +22,7 @@ from opentelemetry.trace import Tracer
 from headrace.actors.record.files.parts import PartClock, part_clock
 from headrace.actors.services.figures import ServiceTime, service_time
 from headrace.buffer.primitives.critical_path import Segment, innermost, overlaid
-from headrace.buffer.primitives.timed_span import interval_clock, timed_span
+from headrace.buffer.primitives.timed_span import interval_clock, moment_between, timed_span, unix_s
 from headrace.buffer.trajectories.breakdown import (
     EVALUATE,
     EVALUATE_QUEUE,
@@ -35,7 +35,8 @@ from headrace.buffer.trajectories.breakdown import (
     summed,
 )
 from headrace.buffer.trajectories.timeline import Timeline
-from headrace.sandboxes.pool.boot import placed
+from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.pool.boot import Lease, placed
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import SessionReport
@@ -55,8 +56,8 @@ class AttemptTime:
     seconds: list[tuple[str, float]] = field(default_factory=list)
     host: str = ""
     labels: dict[str, Label] = field(default_factory=dict)
-    began_at_s: float | None = None
-    """Unix time at which the attempt began, where spans are recorded; in virtual time there is none."""
+    began_at_s: float | None = field(default_factory=unix_s)
+    """Unix time at which the attempt began; None in virtual time."""
     now: str = ""
     """Phase in progress; empty between phases."""
     now_since_s: float = 0.0
@@ -120,9 +121,9 @@ class AttemptTime:
         name, seconds = self.seconds.pop()
         self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
 
-    def booted(self, segments: Sequence[Segment], asked_s: float) -> None:
+    def booted(self, lease: Lease | SandboxError, asked_s: float) -> None:
         """Take over the waits and boots of a lease that was asked for at `asked_s` and has just come, or failed."""
-        self._boots += placed(segments, asked_s, self.now_s())
+        self._boots += placed(lease, asked_s, self.now_s())
 
     def split_services(self, seconds: Mapping[str, float]) -> None:
         """Split the seconds in services, by name, off the last phase, as phases `service.NAME`."""
@@ -166,29 +167,28 @@ class AttemptTime:
             spans = (span for row in report.trajectory.rows for span in row.versions)
             self.labels["versions"] = tuple(str(version) for version in sorted({span.version for span in spans}))
 
-    def evaluated(self, path: Sequence[Segment], began_s: float) -> None:
-        """Take over the path of an evaluation that was asked for at `began_s` and has just ended: its parts in seconds
-        since it began. What exceeds the evaluator's own time was a wait for it."""
+    def evaluated(self, path: Sequence[Segment], began_s: float, ended_at_s: float | None) -> None:
+        """Take over the path of an evaluation that was asked for at `began_s` and has just come: its parts in seconds
+        since it began, and the Unix time of its end. What exceeds the evaluator's own time was a wait for it."""
         self._is_evaluated = True
         # An evaluation in this process has measured its own parts.
         if path:
-            shift_s = max(began_s, self.now_s() - path[-1].end_s)
+            length_s, now = path[-1].end_s, self.now_s()
+            first_s = now if ended_at_s is None else min(now, began_s + length_s)
+            shift_s = max(began_s, moment_between(first_s, now, ended_at_s) - length_s)
             self._evaluation.append(Segment(EVALUATE_QUEUE, began_s, shift_s))
             self._evaluation += [each.moved(shift_s) for each in path]
 
     def _report_time(self, finishing: tuple[float, float], length_s: float, at_s: float | None) -> float:
         """Return when the session reported, on the worker's clock: between the call for the report and its reply, and
-        `length_s` after the opening, which was between its own call and reply. Of what is left, the moment nearest to
-        `at_s`, the Unix time of the report, or the middle."""
+        `length_s` after the opening, which was between its own call and reply. `at_s` is its Unix time."""
         first_s, last_s = finishing
         if self._opening is not None:
             from_s, to_s = max(first_s, self._opening[0] + length_s), min(last_s, self._opening[1] + length_s)
             # Of a gateway that restarted meanwhile, the length begins with the restart.
             if from_s <= to_s:
                 first_s, last_s = from_s, to_s
-        if at_s is not None and self.began_at_s is not None:
-            return min(last_s, max(first_s, at_s - self.began_at_s + self._began_s))
-        return (first_s + last_s) / 2
+        return moment_between(first_s, last_s, at_s)
 
     def breakdown(self) -> Breakdown:
         """Return the breakdown up to now."""

@@ -208,7 +208,7 @@ async def _run(
                     )
                     began_s = time.now_s()
                     verdict = await stations.evaluate(request)
-                    time.evaluated(verdict.path, began_s)
+                    time.evaluated(verdict.path, began_s, verdict.ended_at_s)
                 scores = None
                 if report.judgement is not None and verdict.reward is not None:
                     scores = report.judgement.of_tokens(verdict.reward, record.lineages)
@@ -253,13 +253,13 @@ async def _sandbox(
         try:
             lease = await stations.lease(request)
         except SandboxError as error:
-            time.booted(error.segments, asked_s)
+            time.booted(error, asked_s)
             if isinstance(error, QueueTimeout):
                 raise InfraFailure(f"queue: {error}") from error
             # A provider of several hosts does not know the host of every error.
             time.host = "" if error.host == "remote" else error.host
             raise
-        time.booted(lease.segments, asked_s)
+        time.booted(lease, asked_s)
         if span.is_recording():
             span.set_attributes(lease_attributes(lease))
     ref = lease.ref

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
@@ -238,8 +237,7 @@ class RolloutWorker:
         with trace.use_span(span, end_on_exit=True):
             task, folders = self._known_tasks[order.purpose, order.task_id], self._parts.evaluations
             is_evaluation = order.purpose is Purpose.EVALUATION
-            # In virtual time nothing is recorded, and a run repeats.
-            spent = AttemptTime(self._occupied, began_at_s=time.time() if span.is_recording() else None)
+            spent = AttemptTime(self._occupied)
             self._book.begin(order, spent)
             spent.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
             stations = self._stations.of(order.task_id)

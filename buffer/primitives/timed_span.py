@@ -1,9 +1,11 @@
-"""One block, clocked once: the interval that a breakdown counts and the span that a trace shows.
+"""Clocks of intervals: one for the part that a breakdown counts and the span that a trace shows, and for moments of
+other processes.
 
 Invariants:
 - The span is as long as the interval, by the monotonic clock: a wall clock that is set back makes no span negative.
 - Both begin at the same moment: the wall clock is read beside the monotonic one, once.
-- In virtual time intervals are those of the loop.
+- In virtual time intervals are those of the loop, and there is no Unix time: a run repeats.
+- Clocks of hosts need not agree: they only decide between moments that are possible.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic, time_ns
+from time import monotonic, time, time_ns
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer, use_span
@@ -22,8 +24,25 @@ from opentelemetry.util.types import AttributeValue
 def interval_clock() -> Callable[[], float]:
     """Return the clock for intervals of the running loop, in seconds: the same time as the loop's own, which uvloop
     rounds to milliseconds and reads once for all that is ready."""
-    loop = asyncio.get_running_loop()
-    return loop.time if getattr(loop, "is_virtual", False) else monotonic
+    return asyncio.get_running_loop().time if _is_virtual() else monotonic
+
+
+def unix_s() -> float | None:
+    """Return the Unix time; None in virtual time."""
+    return None if _is_virtual() else time()
+
+
+def moment_between(first_s: float, last_s: float, at_s: float | None) -> float:
+    """Return the moment, by the interval clock, of something that another process did between these two: the nearest
+    one to the Unix time `at_s` that it read there, or the middle if it read none."""
+    now_s = unix_s()
+    if at_s is None or now_s is None:
+        return (first_s + last_s) / 2
+    return min(last_s, max(first_s, at_s - now_s + interval_clock()()))
+
+
+def _is_virtual() -> bool:
+    return getattr(asyncio.get_running_loop(), "is_virtual", False)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,8 @@ class Merged(NamedTuple):
 class Timeline:
     """Timeline of one attempt or session, in seconds since it began. `merged` has the sums of short segments by part;
     `left_out` counts intervals that are in no sum, since a clock had `MAX_INTERVALS` already or their times were
-    reversed. `began_at_s` is the Unix time of the begin on its worker's clock, where spans are recorded."""
+    reversed. `began_at_s` is the Unix time of the begin on its worker's clock; None in
+    virtual time."""
 
     segments: list[Segment] = field(default_factory=list)
     merged: dict[str, Merged] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, cast
 
@@ -22,7 +22,7 @@ from opentelemetry.util.types import AttributeValue
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.primitives.critical_path import Segment
-from headrace.buffer.primitives.timed_span import interval_clock
+from headrace.buffer.primitives.timed_span import interval_clock, moment_between, unix_s
 from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import AVOID_LABEL, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
@@ -87,14 +87,16 @@ class Lease:
     segments: tuple[Segment, ...] = ()
     """Waits in queues (`queue`) and boots (`boot`) in order, each with its host and why it failed, in seconds before
     the lease was complete (negative numbers)."""
+    at_s: float | None = None
+    """Unix time at which the lease was complete."""
 
 
-def placed(segments: Sequence[Segment], start_s: float, end_s: float) -> list[Segment]:
-    """Return the segments of a lease on the clock of a caller who asked for it at `start_s` and had the answer at
-    `end_s`. The request and its reply took equally long, as far as is known."""
-    length_s = -segments[0].start_s if segments else 0.0
-    shift_s = end_s - max(0.0, end_s - start_s - length_s) / 2
-    return [each.moved(shift_s) for each in segments]
+def placed(lease: Lease | SandboxError, start_s: float, end_s: float) -> list[Segment]:
+    """Return the waits and boots of a lease, or of one that failed, by the interval clock of a caller who asked for it
+    at `start_s` and had the answer at `end_s`."""
+    length_s = -lease.segments[0].start_s if lease.segments else 0.0
+    shift_s = moment_between(min(end_s, start_s + length_s), end_s, lease.at_s)
+    return [each.moved(shift_s) for each in lease.segments]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,7 +206,7 @@ class Booter:
                 policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
                 held = cast("HeldSandbox", await policy(next_try))
         except SandboxError as error:
-            error.segments = boot.before(self._now())
+            error.segments, error.at_s = boot.before(self._now()), unix_s()
             raise
         finally:
             # The intents that became no sandbox: a refused create made none, the others are searched for.
@@ -214,8 +216,14 @@ class Booter:
                 else:
                     self._leases.refused(name, boot.key)
         now = self._now()
-        tries, segments = len(boot.tried), boot.before(now)
-        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot.boot_s(now), tries=tries, segments=segments)
+        return Lease(
+            ref=held.ref,
+            queue_s=boot.queue_s,
+            boot_s=boot.boot_s(now),
+            tries=len(boot.tried),
+            segments=boot.before(now),
+            at_s=unix_s(),
+        )
 
     async def _try(self, boot: _Boot) -> HeldSandbox:
         if boot.full_since_s is not None:

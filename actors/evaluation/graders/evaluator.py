@@ -26,7 +26,7 @@ from headrace.actors.runtime.pools.leases import LEASE_S, Leases, lease_attribut
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
 from headrace.buffer.primitives.exit_stack import ResourceOwner
-from headrace.buffer.primitives.timed_span import interval_clock
+from headrace.buffer.primitives.timed_span import interval_clock, unix_s
 from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
 from headrace.buffer.trajectories.breakdown import (
     BOOT,
@@ -80,7 +80,7 @@ class _CleanSandboxes(ResourceOwner):
             began_s = clock()
             span.set_attribute(names.SANDBOX_IMAGE, spec.image)
             lease = await self._leases.lease(LeaseRequest(spec=spec, traceparent=traceparent_of(span)))
-            for each in placed(lease.segments, began_s, clock()):
+            for each in placed(lease, began_s, clock()):
                 add_segment(each._replace(part=_OF_POOL[each.part]))
             ref = lease.ref
             if span.is_recording():
@@ -150,7 +150,7 @@ class Evaluator(ResourceOwner):
         with part_clock(now) as parts:
             verdict = await self._judge(request, parts)
         path = parts.path(began_s, now(), idle=OTHER)
-        verdict = replace(verdict, path=tuple(each.moved(-began_s) for each in path))
+        verdict = replace(verdict, path=tuple(each.moved(-began_s) for each in path), ended_at_s=unix_s())
         return with_rewards(verdict, request.task.evaluator.rewards)
 
     async def _judge(self, request: EvaluationRequest, parts: PartClock) -> Verdict:

@@ -43,6 +43,8 @@ class Verdict:
     path: tuple[Segment, ...] = ()
     """The evaluation's time by part (`buffer.breakdown`) without overlaps, in seconds since it began, by the
     evaluator's clock."""
+    ended_at_s: float | None = None
+    """Unix time of its end; None in virtual time."""
 
 
 class Source(StrEnum):

@@ -2,7 +2,7 @@
 
 Invariants:
 - Lanes of one track hold segments that do not overlap; a track has as many as ran at once.
-- Unix times are those of the worker's clock where it recorded spans, and else of the ledger's.
+- Unix times are those of the worker's clock, and in virtual time of the ledger's.
 """
 
 from __future__ import annotations
