@@ -79,6 +79,24 @@ class Cohorts:
         values = [row.parts_s.get(part, 0.0) for row in self.rows for part in self.parts]
         return np.array(values, dtype=np.float64).reshape(len(self.rows), len(self.parts))
 
+    @cached_property
+    def extents(self) -> tuple[Floats, Floats]:
+        """Begin and end of each part in Unix time, both of shape (rows, parts); infinite and minus infinite where a
+        part, or its time, is not known."""
+        shape = (len(self.rows), len(self.parts))
+        begin_s, end_s = np.full(shape, np.inf), np.full(shape, -np.inf)
+        counts = [len(row.within_s) for row in self.rows]
+        rows = np.repeat(np.arange(len(self.rows)), counts)
+        # A part of no time has no column.
+        columns = np.array([self.column.get(part, -1) for row in self.rows for part in row.within_s], dtype=np.int64)
+        flat = chain.from_iterable(chain.from_iterable(row.within_s.values() for row in self.rows))
+        within_s = np.fromiter(flat, dtype=np.float64, count=2 * len(rows)).reshape(-1, 2)
+        began_s = np.array([np.nan if row.began_at_s is None else row.began_at_s for row in self.rows])
+        known = (columns >= 0) & np.isfinite(began_s[rows])
+        at = rows[known], columns[known]
+        begin_s[at], end_s[at] = (within_s[known] + began_s[at[0]][:, None]).T
+        return begin_s, end_s
+
     def limits(self) -> tuple[Floats, Floats, Places]:
         """Return the median and the 95th percentile of each rollout's cohort, infinite where too few have ended, and
         its number of other members."""

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +24,6 @@ from headrace.actors.telemetry.slow.rows import (
     RUNNING,
     STALENESS_WAIT,
     UNATTRIBUTED,
-    RolloutTime,
     is_of_evaluation,
 )
 from headrace.buffer.trajectories.breakdown import BEFORE_AGENT, TOOL, is_of_agent
@@ -115,7 +114,7 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
         longer |= seconds > least_s
     candidates = np.nonzero(cohorts.finished & longer)[0]
     typical = cohorts.part_quantiles(candidates, (0.5,))[0][:, 0]
-    held_up = {}
+    phases, held_up = phases_of(cohorts, groups), {}
     caused: defaultdict[str, list[int]] = defaultdict(list)
     for place, each in found.items():
         caused[each.causes[0]].append(place)
@@ -127,7 +126,7 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
             for place in caused[part]:
                 excess_s.setdefault(place, found[place].excess_s.get(part, 0.0))
         if len(excess_s) >= LEAST_SUPPORT:
-            begin_s, end_s = phases_of(cohorts.rows, name)
+            begin_s, end_s = phases[name]
             held_up[name] = Held(
                 places=np.array(list(excess_s), dtype=np.int64),
                 excess_s=np.array(list(excess_s.values())),
@@ -138,28 +137,33 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
     return held_up
 
 
-def phases_of(rows: Sequence[RolloutTime], part: str) -> tuple[Floats, Floats]:
-    """Return begin and end of the phase of a part in each rollout, in Unix time, each of shape (rows,): before the
+def phases_of(cohorts: Cohorts, parts: Iterable[str]) -> dict[str, tuple[Floats, Floats]]:
+    """Return begin and end of the phase of each part in each rollout, in Unix time, each of shape (rows,): before the
     agent, while it worked, or in the evaluation. The phase and not the part, since it says when the part might have
     been held up in rollouts that it did not hold up."""
-    issued_s = np.array([row.last_issued_at_s for row in rows])
-    end_s = np.array([row.issued_at_s + row.total_s for row in rows])
-    if part in (EARLIER_ATTEMPTS, STALENESS_WAIT):
-        return np.array([row.issued_at_s for row in rows]), issued_s
-    if part in (DISPATCH, UNATTRIBUTED, RUNNING):
-        return issued_s, end_s
-    belongs = is_of_evaluation if is_of_evaluation(part) else BEFORE_AGENT.__contains__
-    if not is_of_evaluation(part) and part not in BEFORE_AGENT:
-        belongs = is_of_agent
+    rows, (begins_s, ends_s) = cohorts.rows, cohorts.extents
+    first_s, issued_s = np.array([(row.issued_at_s, row.last_issued_at_s) for row in rows]).reshape(-1, 2).T
+    whole = issued_s, first_s + cohorts.totals
 
-    def phase(row: RolloutTime) -> tuple[float, float]:
-        within = [span for part, span in row.within_s.items() if belongs(part)]
-        if row.began_at_s is None or not within:
-            return row.last_issued_at_s, row.issued_at_s + row.total_s
-        return row.began_at_s + min(begin for begin, _ in within), row.began_at_s + max(end for _, end in within)
+    def phase(belongs: Callable[[str], bool]) -> tuple[Floats, Floats]:
+        columns = [column for part, column in cohorts.column.items() if belongs(part)]
+        begin_s, end_s = (
+            begins_s[:, columns].min(axis=1, initial=np.inf),
+            ends_s[:, columns].max(axis=1, initial=-np.inf),
+        )
+        known = np.isfinite(begin_s)
+        return np.where(known, begin_s, whole[0]), np.where(known, end_s, whole[1])
 
-    begin_s, end_s = np.array([phase(row) for row in rows], dtype=np.float64).T
-    return begin_s, end_s
+    before, agent, evaluation = phase(BEFORE_AGENT.__contains__), phase(is_of_agent), phase(is_of_evaluation)
+    found = {}
+    for part in parts:
+        if part in (EARLIER_ATTEMPTS, STALENESS_WAIT):
+            found[part] = first_s, issued_s
+        elif part in (DISPATCH, UNATTRIBUTED, RUNNING):
+            found[part] = whole
+        else:
+            found[part] = before if part in BEFORE_AGENT else evaluation if is_of_evaluation(part) else agent
+    return found
 
 
 def slow_by_factor(
