@@ -95,18 +95,20 @@ class Timeline:
 
     def to_json(self) -> str:
         """Return the form in which the ledger stores a timeline: a table of texts, and for each segment the place of
-        its part there, begin and length in tenths of a millisecond, its turn, and the place of its detail."""
+        its part there, the time from the begin of the one before to its own and its length in tenths of a
+        millisecond, its turn, and the place of its detail."""
         texts: dict[str, int] = {"": 0}
-        rows = []
+        rows, before = [], 0
         for each in self.segments:
             begin = round(each.start_s * TICKS_PER_S)
             row = [
                 texts.setdefault(each.part, len(texts)),
-                begin,
+                begin - before,
                 round(each.end_s * TICKS_PER_S) - begin,
                 each.turn,
                 texts.setdefault(each.detail, len(texts)),
             ]
+            before = begin
             while not row[-1]:
                 row.pop()
             rows.append(row)
@@ -124,8 +126,10 @@ class Timeline:
         texts = document["texts"]
 
         def segments() -> Iterator[Segment]:
+            begin = 0
             for row in document["segments"]:
-                part, begin, length, turn, detail = (*row, 0, 0, 0)[:5]
+                part, since, length, turn, detail = (*row, 0, 0, 0)[:5]
+                begin += since
                 begin_s, end_s = begin / TICKS_PER_S, (begin + length) / TICKS_PER_S
                 yield Segment(texts[part], begin_s, end_s, turn, texts[detail])
 
