@@ -53,7 +53,7 @@ class Pool:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config or PoolConfig()
-        self._ledger = ledger or SandboxLedger.in_memory()
+        self._ledger = ledger or SandboxLedger()
         self._writer = LedgerWriter(self._ledger)
         self._leases = DurableLeases(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
         self._hosts = {

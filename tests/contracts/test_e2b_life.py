@@ -26,7 +26,7 @@ from headrace.sandboxes.errors import BootFailed, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.serve.sandbox_servers.e2b.server import E2bServer, ServerSettings
-from headrace.serve.sandbox_servers.e2b_state.table import SandboxTable, State
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxTables, State
 
 pytestmark = pytest.mark.namespaces
 START = "process.Process/Start"
@@ -143,7 +143,7 @@ async def test_sandboxes_and_their_timeouts_survive_a_restart(
         key = {"Idempotency-Key": "once"}
         made = await client.call("POST", "/v2/sandboxes", {"templateID": "base"}, **key)
         before = (await client.call("GET", f"/sandboxes/{box.id}"))[1]
-        with pytest.raises(SandboxError, match="another server"):
+        with pytest.raises(SandboxError, match="in use by another process"):
             async with E2bServer(local, settings):
                 pass
     [dead] = [info.id for info in await local.list() if info.labels["e2b_sandbox"] == killed.id]
@@ -173,9 +173,9 @@ async def test_sandboxes_and_their_timeouts_survive_a_restart(
 
 async def end(local: LocalProvider, state: Path, sandbox_id: str) -> None:
     """Kill a sandbox at the provider, without the server."""
-    table = SandboxTable(state)
-    [row] = [row for row in table.rows() if row.id == sandbox_id]
-    table.close()
+    tables = SandboxTables(state)
+    [row] = [row for row in tables.sandboxes.all() if row.id == sandbox_id]
+    tables.close()
     assert row.ref is not None
     await (await local.attach(row.ref)).kill()
 
@@ -189,11 +189,11 @@ async def test_boots_interrupted_by_a_crash_are_recovered(
         kept = (await wire(server.url).call("POST", "/v2/sandboxes", body, **{"Idempotency-Key": "k"}))[1]["sandboxID"]
         await wire(server.url).create()
     # As a crash between the provider's answer and ours leaves them, and one whose boot never began.
-    table = SandboxTable(tmp_path)
-    for row in table.rows():
-        table.put(replace(row, state=State.BOOTING, ref=None))
-    table.put(replace(row, id="never", boot_key="never", client_key="", state=State.BOOTING, ref=None))
-    table.close()
+    tables = SandboxTables(tmp_path)
+    for row in tables.sandboxes.all():
+        tables.sandboxes.put(replace(row, state=State.BOOTING, ref=None))
+    tables.sandboxes.put(replace(row, id="never", boot_key="never", client_key="", state=State.BOOTING, ref=None))
+    tables.close()
     async with E2bServer(local, settings) as server:
         rows = (await wire(server.url).call("GET", "/v2/sandboxes"))[1]
         assert [row["sandboxID"] for row in rows] == [kept]
@@ -203,11 +203,11 @@ async def test_boots_interrupted_by_a_crash_are_recovered(
 
 
 def test_a_table_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
-    SandboxTable(tmp_path).close()
+    SandboxTables(tmp_path).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "sandboxes.db")) as database:
-        database.execute("PRAGMA user_version = 2")
-    with pytest.raises(SandboxError, match=r"sandboxes\.db is of an unreleased version of headrace: move") as refused:
-        SandboxTable(tmp_path)
+        database.execute("PRAGMA user_version = 7")
+    with pytest.raises(SandboxError, match=r"sandboxes\.db is of an unreleased version") as refused:
+        SandboxTables(tmp_path)
     assert "\n" not in str(refused.value)
 
 

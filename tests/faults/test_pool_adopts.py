@@ -29,7 +29,7 @@ from headrace.sandboxes.pool.pool import Pool
 async def main():
     provider = LocalProvider(LocalSandboxConfig.model_validate_json(sys.argv[1]))
     await provider.start()
-    async with Pool({"local": provider}, ledger=SandboxLedger.open(Path(sys.argv[2])), owner="run") as pool:
+    async with Pool({"local": provider}, ledger=SandboxLedger(Path(sys.argv[2])), owner="run") as pool:
         labels = {HOLDER_LABEL: "worker"}
         ids = []
         for number in range(3):
@@ -56,7 +56,7 @@ async def test_a_new_pool_adopts_the_sandboxes_of_a_killed_pool(config: LocalSan
     await provider.start()
     orphan = await provider.create(SandboxSpec(labels={OWNER_LABEL: "run"}, ttl_s=120))
     stranger = await provider.create(SandboxSpec(labels={OWNER_LABEL: "another run"}, ttl_s=120))
-    ledger = SandboxLedger.open(tmp_path / "ledger")
+    ledger = SandboxLedger(tmp_path / "ledger")
     async with asyncio.timeout(60), Pool({"local": provider}, ledger=ledger, owner="run") as pool:
         assert {info.id for info in await provider.list()} == {*ids, stranger.id}
         assert orphan.id not in ids

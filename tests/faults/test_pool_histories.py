@@ -74,7 +74,7 @@ class Disk:
     """The ledger's file, to which each pool in turn writes until it is killed."""
 
     def __init__(self) -> None:
-        self._ledger = SandboxLedger.in_memory()
+        self._ledger = SandboxLedger()
         self.writes_left: int | None = None
         self.killed = asyncio.Event()
         self.on_disk = False

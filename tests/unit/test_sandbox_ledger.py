@@ -40,12 +40,12 @@ def entry(key: str, *, holder: str = "w", deadline_s: float = 10.0, ref: Sandbox
 
 
 def test_applied_changes_are_loaded_after_reopening(tmp_path: Path) -> None:
-    ledger = SandboxLedger.open(tmp_path / "new")
+    ledger = SandboxLedger(tmp_path / "new")
     owner = ledger.owner
     ledger.apply([entry("a"), entry("b", ref=None), entry("c"), Drop("h", "c"), Renewed("w", 99.0)])
     ledger.close()
     ledger.close()
-    again = SandboxLedger.open(tmp_path / "new")
+    again = SandboxLedger(tmp_path / "new")
     assert again.owner == owner
     assert {row.key: (row.state, row.ref, row.deadline_s) for row in again.load()} == {
         "a": (EntryState.HELD, REF, 99.0),
@@ -57,7 +57,7 @@ def test_applied_changes_are_loaded_after_reopening(tmp_path: Path) -> None:
 
 
 def test_the_file_is_private_to_its_owner(tmp_path: Path) -> None:
-    ledger = SandboxLedger.open(tmp_path / "new")
+    ledger = SandboxLedger(tmp_path / "new")
     ledger.apply([entry("a")])
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").iterdir()}
     assert FILE_NAME in modes
@@ -66,13 +66,13 @@ def test_the_file_is_private_to_its_owner(tmp_path: Path) -> None:
 
 
 def test_a_ledger_in_use_and_an_invalid_file_are_refused(tmp_path: Path) -> None:
-    ledger = SandboxLedger.open(tmp_path)
+    ledger = SandboxLedger(tmp_path)
     with pytest.raises(LedgerRefused, match="in use"):
-        SandboxLedger.open(tmp_path)
+        SandboxLedger(tmp_path)
     ledger.close()
     (tmp_path / FILE_NAME).write_bytes(b"no database, but long enough to be taken for one" * 100)
     with pytest.raises(LedgerRefused, match="move it away"):
-        SandboxLedger.open(tmp_path)
+        SandboxLedger(tmp_path)
 
 
 @pytest.mark.namespaces
@@ -81,16 +81,16 @@ def test_the_error_for_a_full_disk_does_not_suggest_moving_the_ledger(tmp_path: 
     try:
         (tmp_path / "other").write_bytes(bytes(992 << 10))
         with pytest.raises(LedgerRefused, match="repair the disk"):
-            SandboxLedger.open(tmp_path / "sandboxes")
+            SandboxLedger(tmp_path / "sandboxes")
         (tmp_path / "other").unlink()
-        SandboxLedger.open(tmp_path / "sandboxes").close()
+        SandboxLedger(tmp_path / "sandboxes").close()
     finally:
         syscalls.detach(str(tmp_path))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "drop"])), max_size=20))
 def test_the_last_change_of_a_key_wins(words: list[tuple[str, str]]) -> None:
-    ledger, expected = SandboxLedger.in_memory(), set[str]()
+    ledger, expected = SandboxLedger(), set[str]()
     for key, word in words:
         ledger.apply([entry(key) if word == "put" else Drop("h", key)])
         (expected.add if word == "put" else expected.discard)(key)
@@ -106,7 +106,7 @@ async def test_concurrent_writes_share_one_transaction(tmp_path: Path) -> None:
             applied.append(len(list(changes)))  # type: ignore[call-overload]
             super().apply(changes)  # type: ignore[arg-type]
 
-    ledger = Counting.open(tmp_path)
+    ledger = Counting(tmp_path)
     writer = LedgerWriter(ledger)
     running = asyncio.create_task(writer.run())
     writer.post(entry("posted"))
@@ -126,7 +126,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, SandboxLedger
-ledger = SandboxLedger.open(Path(sys.argv[1]))
+ledger = SandboxLedger(Path(sys.argv[1]))
 for number in range(20):
     ledger.apply([Entry(host="h", key=str(number), state=EntryState.INTENDED, request_key="", holder="", image="x",
                         deadline_s=0.0)])
@@ -135,7 +135,7 @@ os.kill(os.getpid(), 9)
 
 
 async def test_who_waits_for_a_write_is_told_that_it_is_durable_though_its_writer_was_cancelled(tmp_path: Path) -> None:
-    ledger = SandboxLedger.open(tmp_path / "new")
+    ledger = SandboxLedger(tmp_path / "new")
     writer = LedgerWriter(ledger)
     running = asyncio.create_task(writer.run())
     waiting = asyncio.create_task(writer.write(entry("a")))
@@ -150,7 +150,7 @@ async def test_who_waits_for_a_write_is_told_that_it_is_durable_though_its_write
 
 def test_a_killed_process_loses_nothing_and_leaves_no_lock(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == -9
-    ledger = SandboxLedger.open(tmp_path)
+    ledger = SandboxLedger(tmp_path)
     assert len(ledger.load()) == 20
     ledger.close()
 
@@ -170,13 +170,13 @@ async def killed(pool: Pool) -> None:
 async def test_a_restarted_pool_restores_its_leases_and_kills_orphans(tmp_path: Path) -> None:
     provider = Outliving(SimulationConfig(boot_s=0.01, answer_s=0, exec_s=0))
     spec = SandboxSpec(labels={HOLDER_LABEL: "w"}, idempotency_key="k", ttl_s=500)
-    pool = Pool({"host": provider}, ledger=SandboxLedger.open(tmp_path))
+    pool = Pool({"host": provider}, ledger=SandboxLedger(tmp_path))
     await pool.__aenter__()
     first = (await pool.lease_one(LeaseRequest(spec=spec))).ref
     short = SandboxSpec(labels={HOLDER_LABEL: "v"}, ttl_s=500)
     await pool.lease([short])
     await killed(pool)
-    ledger = SandboxLedger.open(tmp_path)
+    ledger = SandboxLedger(tmp_path)
     await provider.create(SandboxSpec(labels={"headrace-owner": ledger.owner}, idempotency_key="unknown"))
     assert len(provider.living) == 3
     async with Pool({"host": provider}, ledger=ledger) as again:

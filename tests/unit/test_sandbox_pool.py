@@ -115,7 +115,7 @@ async def test_a_frozen_sandbox_frees_its_slot(provider: Flaky) -> None:
 
 
 async def test_a_freeze_is_durable_when_it_returns(provider: Flaky, tmp_path: Path) -> None:
-    ledger = SandboxLedger.open(tmp_path / "ledger")
+    ledger = SandboxLedger(tmp_path / "ledger")
     async with Pool({"host": provider}, ledger=ledger) as pool:
         (held,) = await leased(pool, SandboxSpec())
         await pool.freeze([held.id])

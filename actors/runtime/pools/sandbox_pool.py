@@ -52,9 +52,9 @@ class SandboxPool(ResourceOwner):
         if self._observing is not None:
             self._stack.enter_context(self._observing.spans("pool"))
         if self._directory is None:
-            ledger = SandboxLedger.in_memory()
+            ledger = SandboxLedger()
         else:
-            ledger = await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
+            ledger = await asyncio.to_thread(SandboxLedger, self._directory.sandboxes)
         self._stack.callback(ledger.close)
         given = self._provider and {str(self._section.provider): self._provider}
         hosts = given or await start_hosts(self._section, self._directory)

@@ -106,16 +106,16 @@ class Observation:
 
     async def _snapshots(self, request: web.Request, owner: Owner) -> web.Response:
         sandbox_id = request.query.get("sandboxID", "")
-        found = self._sandboxes.table.snapshots(owner.name)
+        found = sorted(self._sandboxes.tables.snapshots.all(owner.name), key=lambda one: one.created_at)
         return web.json_response([_shown(one) for one in found if sandbox_id in ("", one.sandbox_id)])
 
     async def delete_snapshot(self, request: web.Request, owner: Owner) -> web.Response:
         """Delete the snapshot that the path names as a template. Raises ApiError 404."""
         name = request.match_info["id"]
-        found = next((one for one in self._sandboxes.table.snapshots(owner.name) if one.id == name), None)
+        found = self._sandboxes.tables.snapshots.get(owner.name, name)
         if found is None:
             raise not_found(name)
-        self._sandboxes.table.drop_snapshot(name)
+        self._sandboxes.tables.snapshots.drop(owner.name, name)
         if isinstance(self._sandboxes.backend, DropsImages):
             # An image that sandboxes use is deleted when they end.
             await self._sandboxes.backend.drop_image(ImageRef(found.image))
@@ -168,7 +168,7 @@ async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> S
             sandbox_id=row.id,
             created_at=time.time(),
         )
-        sandboxes.table.put_snapshot(snapshot)
+        sandboxes.tables.snapshots.put(snapshot)
         rest_s = max(1.0, row.end_at - time.time())
         row = replace(row, image=image, boot_key=f"{row.id}-{secrets.token_hex(4)}", timeout_s=rest_s)
         try:

@@ -39,7 +39,7 @@ from headrace.serve.sandbox_servers.e2b_state.lifecycle import Backend, Sandboxe
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
 from headrace.serve.sandbox_servers.e2b_state.recovery import recover
-from headrace.serve.sandbox_servers.e2b_state.table import SandboxTable
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxTables
 from headrace.serve.sandbox_servers.e2b_state.templates import MAX_BYTES, Templates
 
 _SHUTDOWN_S: Final = 1.0
@@ -123,12 +123,12 @@ class E2bServer:
             sandboxes: Sandboxes | None = None
             routes = [route for part in self._parts for route in part.open(stack, tasks)]
             if self._settings.serve_e2b:
-                table = SandboxTable(self._settings.state_folder)
-                stack.callback(table.close)
+                tables = SandboxTables(self._settings.state_folder)
+                stack.callback(tables.close)
                 await stack.enter_async_context(tasks)
                 sandboxes = Sandboxes(
                     self._backend,
-                    table,
+                    tables,
                     self._settings.images,
                     tasks,
                     sudo=self._settings.sudo,

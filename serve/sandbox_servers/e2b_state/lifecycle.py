@@ -34,7 +34,7 @@ from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
 from headrace.serve.sandbox_servers.e2b_state.starting import start_template
-from headrace.serve.sandbox_servers.e2b_state.table import Row, SandboxTable, State, TemplateBuild
+from headrace.serve.sandbox_servers.e2b_state.table import Row, SandboxTables, State, TemplateBuild
 
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"
@@ -81,7 +81,7 @@ class Sandboxes:
     def __init__(
         self,
         backend: Backend,
-        table: SandboxTable,
+        tables: SandboxTables,
         images: ImageMap,
         tasks: ServerTasks,
         *,
@@ -94,7 +94,7 @@ class Sandboxes:
         self.defaults = defaults or SandboxLimits()
         """The provider's limits of a sandbox that asks for none."""
         self._sudo = sudo
-        self.table = table
+        self.tables = tables
         self.tasks = tasks
         self._images = images
         self._queue = BootQueue()
@@ -175,7 +175,7 @@ class Sandboxes:
                 raise ApiError(422, message, error_code="idempotency_request_mismatch")
             known = self._booting.get(row.id)
             return row if known is None or known.result is None else await asyncio.shield(known.result)
-        snapshots = {one.id: one.image for one in self.table.snapshots(owner.name)}
+        snapshots = {one.id: one.image for one in self.tables.snapshots.all(owner.name)}
         built = None
         if self.built is not None and not self._images.names_image(order.template_id, order.metadata):
             built = self.built.find_build(owner.name, order.template_id)
@@ -224,7 +224,7 @@ class Sandboxes:
         try:
             await prepare_image(self.backend, row.image, max(row.timeout_s, LEAST_PATIENCE_S))
             async with self._queue:
-                self.table.put(row)
+                self.tables.sandboxes.put(row)
                 ref = await self.backend.create(spec_of(row))
                 now = time.time()
                 row = replace(row, ref=ref, state=State.RUNNING, started_at=now, end_at=now + row.timeout_s)
@@ -232,7 +232,7 @@ class Sandboxes:
             if row.start_command or row.ready_command:
                 await self._start(live)
         except BaseException:
-            self.table.drop(row.id)
+            self.tables.sandboxes.drop(row.id)
             raise
         finally:
             self._booting.pop(row.id, None)
@@ -260,7 +260,7 @@ class Sandboxes:
     def update(self, live: LiveSandbox, row: Row) -> None:
         """Store a changed row and set its expiry."""
         live.row = row
-        self.table.put(row)
+        self.tables.sandboxes.put(row)
         if row.state is State.RUNNING:
             self._clock.set(row.id, row.end_at)
         else:
@@ -287,7 +287,7 @@ class Sandboxes:
         if self._live.pop(live.row.id, None) is None:
             return
         self._clock.drop(live.row.id)
-        self.table.drop(live.row.id)
+        self.tables.sandboxes.drop(live.row.id)
         live.close()
 
     def _on_due(self, sandbox_id: str) -> None:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 async def recover(sandboxes: Sandboxes) -> None:
     """Recover all rows. Call this once, before the server accepts requests. Overdue sandboxes end when the expiry clock
     starts. Raises SandboxError if the provider cannot list its sandboxes."""
-    rows = sandboxes.table.rows()
+    rows = sandboxes.tables.sandboxes.all()
     if not rows:
         return
     infos = await sandboxes.backend.list()
@@ -38,7 +38,7 @@ async def recover(sandboxes: Sandboxes) -> None:
             elif row.state is not State.BOOTING and row.ref is not None and str(row.ref.id) in alive:
                 await sandboxes.adopt(row, row.ref)
             else:
-                sandboxes.table.drop(row.id)
+                sandboxes.tables.sandboxes.drop(row.id)
         except SandboxError as error:
             logger.warning("cannot recover sandbox %s: %s", row.id, error)
-            sandboxes.table.drop(row.id)
+            sandboxes.tables.sandboxes.drop(row.id)

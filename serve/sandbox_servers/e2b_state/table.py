@@ -1,41 +1,31 @@
-"""Durable table of a server's sandboxes and snapshots.
+"""Durable tables of a server's sandboxes, snapshots and templates.
 
 Invariants:
 - A row is written before its sandbox boots and removed once the sandbox is dead, so a restarted server knows all
   sandboxes that may be alive.
-- The file is a `ServerDatabase`: of mode 0600 in a folder of mode 0700, locked, and in memory if there is no folder.
 - Nothing is lost if the server crashes. Rows are not fsynced one by one, because a crash of the machine ends the
   sandboxes as well. A call takes well under a millisecond.
-- Without a folder, the database is lost when the server ends. A file with another schema is refused.
+- The file is in a folder of mode 0700. Without a folder, the tables are lost when the server ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import sqlite3
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-import orjson
-
-from headrace.buffer.primitives.database import stamp_of, write_stamp
-from headrace.buffer.primitives.file_lock import FileLock
-from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.sandboxes.errors import SandboxError, SpecRefused
+from headrace.buffer.primitives.tables import TableError, TableFile
+from headrace.sandboxes.base import SandboxRef
+from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.host.private_folders import make_missing
 
-_STAMP: Final = (0x48525353, 1)
+_STAMP: Final = (0x48525353, 2)
 """`HRSS`, and the number of the schema: this SQLite file is of a sandbox server."""
-_SCHEMA: Final = (
-    "CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
-    "CREATE TABLE IF NOT EXISTS snapshots (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
-    "CREATE TABLE IF NOT EXISTS templates (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
-)
 
 
 class State(StrEnum):
@@ -147,100 +137,27 @@ class Template:
     last_spawned_at: float | None = None
 
 
-class SandboxTable:
-    """Table of rows on disk or in memory; the caller must `close` it."""
+@contextmanager
+def opening(folder: Path | None, name: str) -> Iterator[TableFile]:
+    """Open a file of a server's tables, in memory if there is no folder; the block opens the tables. Raises SpecRefused
+    for what is wrong with the folder, the file or a table."""
+    try:
+        if folder is not None:
+            make_missing(folder)
+        yield TableFile(folder and folder / name, _STAMP)
+    except (TableError, OSError) as error:
+        raise SpecRefused(f"--state {folder}: {error}") from error
+
+
+class SandboxTables:
+    """Tables of the E2B server; the caller must `close` them."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
-        names = {"file_name": "sandboxes.db", "lock_name": "lock"}
-        self._file = ServerDatabase(folder, **names, schema=_SCHEMA)
-        self._database = self._file.connection
-
-    def put(self, row: Row) -> None:
-        """Insert or replace a row."""
-        self._database.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?)", (row.id, orjson.dumps(asdict(row))))
-
-    def drop(self, sandbox_id: str) -> None:
-        self._database.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
-
-    def rows(self) -> list[Row]:
-        """Return all rows, by id."""
-        rows = []
-        for (blob,) in self._database.execute("SELECT row FROM sandboxes ORDER BY id"):
-            document = orjson.loads(blob)
-            if (ref := document["ref"]) is not None:
-                document["ref"] = SandboxRef(**{**ref, "id": SandboxId(ref["id"])})
-            rows.append(Row(**{**document, "state": State(document["state"])}))
-        return rows
-
-    def put_snapshot(self, snapshot: Snapshot) -> None:
-        values = (snapshot.id, orjson.dumps(asdict(snapshot)))
-        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", values)
-
-    def drop_snapshot(self, snapshot_id: str) -> None:
-        self._database.execute("DELETE FROM snapshots WHERE id = ?", (snapshot_id,))
-
-    def snapshots(self, owner: str) -> list[Snapshot]:
-        """Return an owner's snapshots, oldest first."""
-        blobs: Iterable[tuple[bytes]] = self._database.execute("SELECT row FROM snapshots ORDER BY id")
-        found = [Snapshot(**orjson.loads(blob)) for (blob,) in blobs]
-        return sorted((one for one in found if one.owner == owner), key=lambda one: (one.created_at, one.id))
-
-    def put_template(self, template: Template) -> None:
-        """Insert or replace a template."""
-        values = (template.id, orjson.dumps(asdict(template)))
-        self._database.execute("INSERT OR REPLACE INTO templates VALUES (?, ?)", values)
-
-    def drop_template(self, template_id: str) -> None:
-        self._database.execute("DELETE FROM templates WHERE id = ?", (template_id,))
-
-    def templates(self) -> list[Template]:
-        """Return the templates of all owners."""
-        found = []
-        for (blob,) in self._database.execute("SELECT row FROM templates ORDER BY id"):
-            document = orjson.loads(blob)
-            document["builds"] = tuple(TemplateBuild(**build) for build in document["builds"])
-            found.append(Template(**document))
-        return found
+        """Open the tables. Raises SpecRefused if the folder is unusable or another server uses it."""
+        with opening(folder, "sandboxes.db") as self._file:
+            self.sandboxes = self._file.table("sandboxes", Row, "id")
+            self.snapshots = self._file.table("snapshots", Snapshot, "owner", "id")
+            self.templates = self._file.table("templates", Template, "id")
 
     def close(self) -> None:
         self._file.close()
-
-
-class ServerDatabase:
-    """An open database, whose `connection` commits every statement; the caller must `close` it."""
-
-    def __init__(self, folder: Path | None, *, file_name: str, lock_name: str, schema: Sequence[str]) -> None:
-        """Open the database. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
-        self._lock: FileLock | None = None
-        try:
-            path = ":memory:"
-            if folder is not None:
-                make_missing(folder)
-                try:
-                    self._lock = FileLock(folder / lock_name, blocking=False, mode=0o600)
-                except BlockingIOError as error:
-                    raise SandboxError(f"--state {folder}: another server uses it") from error
-                path = str(folder / file_name)
-                os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            database = sqlite3.connect(path, isolation_level=None)
-            if stamp_of(database) not in ((0, 0), _STAMP):
-                database.close()
-                raise OSError(f"{file_name} is of an unreleased version of headrace: move it away")
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            for statement in schema:
-                database.execute(statement)
-            write_stamp(database, _STAMP)
-            self.connection = database
-        except (OSError, sqlite3.Error) as error:
-            self._unlock()
-            raise SpecRefused(f"--state {folder}: {error}") from error
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    def close(self) -> None:
-        self.connection.close()
-        self._unlock()

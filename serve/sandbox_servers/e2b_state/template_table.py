@@ -15,17 +15,17 @@ from dataclasses import replace
 from headrace.sandboxes.images.catalog import ImageCatalog
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
-from headrace.serve.sandbox_servers.e2b_state.table import SandboxTable, Template, TemplateBuild
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxTables, Template, TemplateBuild
 from headrace.serve.sandbox_servers.e2b_state.template_bodies import DEFAULT_TAG, check_tags, split_name
 
 
 class TemplateTable:
     """Templates in memory and in the server's table, and their images in the catalogue."""
 
-    def __init__(self, table: SandboxTable, catalog: ImageCatalog) -> None:
-        self._table = table
+    def __init__(self, tables: SandboxTables, catalog: ImageCatalog) -> None:
+        self._table = tables.templates
         self.catalog = catalog
-        self._templates = {one.id: one for one in table.templates()}
+        self._templates = {one.id: one for one in self._table.all()}
 
     def find(self, owner: str, name: str) -> Template | None:
         """Return one of an owner's templates by its id or name."""
@@ -91,12 +91,12 @@ class TemplateTable:
 
     def _put(self, template: Template) -> None:
         self._templates[template.id] = template
-        self._table.put_template(template)
+        self._table.put(template)
 
     async def drop(self, template: Template) -> None:
         """Delete a template with its images. Sandboxes of it live on."""
         self._templates.pop(template.id, None)
-        self._table.drop_template(template.id)
+        self._table.drop(template.id)
         await self._remove_images(template.builds)
 
     async def _remove_images(self, builds: tuple[TemplateBuild, ...] | list[TemplateBuild]) -> None:

@@ -115,7 +115,7 @@ class Templates:
         self._sandboxes = sandboxes
         self._builder = builder
         self._images = images
-        self.table = TemplateTable(sandboxes.table, ImageCatalog(builder.files))
+        self.table = TemplateTable(sandboxes.tables, ImageCatalog(builder.files))
         self.uploads = Uploads(builder)
         self._builds: dict[str, Build] = {}
         sandboxes.built = self.table

@@ -8,7 +8,6 @@ Invariants:
 - Boots wait in a bounded queue; kills, renewals and lists never wait for a boot.
 - A row is written before a client gets its sandbox, so a restarted server knows all leased sandboxes. A sandbox that
   has no row after a crash ends when its lease expires, or is found by its key.
-- The file is a `ServerDatabase`: private, used by one server at a time, and in memory if there is no folder.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import hashlib
 import logging
 import secrets
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
-
-import orjson
+from typing import Final
 
 from headrace.sandboxes.base import ImageRef, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.sandbox_servers.e2b_state.images import LEAST_PATIENCE_S, BootQueue, ImageMap, prepare_image
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
-from headrace.serve.sandbox_servers.e2b_state.table import ServerDatabase
+from headrace.serve.sandbox_servers.e2b_state.table import opening
 
 _LABELS: Final = "exec_server."
 _OWNER, _KEY, _API = f"{_LABELS}owner", f"{_LABELS}key", f"{_LABELS}api"
@@ -38,12 +35,6 @@ _QUOTA_RETRY_S: Final = 1.0
 HOST_IMAGE: Final = "host"
 
 logger = logging.getLogger(__name__)
-
-
-_SCHEMA: Final = (
-    "CREATE TABLE IF NOT EXISTS lent (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
-    "CREATE TABLE IF NOT EXISTS snapshots (image TEXT PRIMARY KEY, owner TEXT NOT NULL, source TEXT NOT NULL) STRICT",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +60,29 @@ class LeasedSandbox:
     container: Container | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenSnapshot:
+    """An image made of the sandbox `source`."""
+
+    owner: str
+    source: SandboxId
+    image: str
+
+
 class LeasedSandboxTable:
-    """Table of leased sandboxes in memory and on disk; the caller must `close` it."""
+    """Leased sandboxes in memory and on disk, and the snapshots; the caller must `close` it."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
-        names = {"file_name": "lent.db", "lock_name": "lent.lock"}
-        self._file = ServerDatabase(folder, **names, schema=_SCHEMA)
-        self._database = self._file.connection
-        loaded = (_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM lent"))
-        self._rows = {row.id: row for row in loaded}
+        """Open the tables. Raises SpecRefused if the folder is unusable or another server uses it."""
+        with opening(folder, "lent.db") as self._file:
+            self._lent = self._file.table("lent", LeasedSandbox, "id")
+            self.snapshots = self._file.table("snapshots", TakenSnapshot, "owner", "source")
+            # Each request looks one up, by its container's name in all of them.
+            self._rows = {row.id: row for row in self._lent.all()}
 
     def put(self, row: LeasedSandbox) -> None:
         self._rows[row.id] = row
-        self._database.execute("INSERT OR REPLACE INTO lent VALUES (?, ?)", (row.id, orjson.dumps(asdict(row))))
+        self._lent.put(row)
 
     def get(self, sandbox: str) -> LeasedSandbox | None:
         return self._rows.get(SandboxId(sandbox))
@@ -90,31 +90,13 @@ class LeasedSandboxTable:
     def drop(self, sandbox: str) -> None:
         """Remove a row. Idempotent."""
         if self._rows.pop(SandboxId(sandbox), None) is not None:
-            self._database.execute("DELETE FROM lent WHERE id = ?", (sandbox,))
+            self._lent.drop(sandbox)
 
     def rows(self) -> list[LeasedSandbox]:
         return list(self._rows.values())
 
-    def put_snapshot(self, image: str, owner: str, source: str) -> None:
-        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (image, owner, source))
-
-    def snapshots(self, owner: str) -> dict[str, str]:
-        """Return an owner's snapshots, keyed by the sandbox from which they were made."""
-        query = "SELECT source, image FROM snapshots WHERE owner = ? ORDER BY rowid"
-        return dict(self._database.execute(query, (owner,)))
-
     def close(self) -> None:
         self._file.close()
-
-
-def _row(document: dict[str, Any]) -> LeasedSandbox:
-    ref = document.pop("ref")
-    container = document.pop("container")
-    return LeasedSandbox(
-        **{**document, "id": SandboxId(document["id"])},
-        ref=SandboxRef(**{**ref, "id": SandboxId(ref["id"])}),
-        container=None if container is None else Container(**container),
-    )
 
 
 class Registry:
@@ -164,7 +146,7 @@ class Registry:
 
     async def create(self, owner: Owner, spec: SandboxSpec, container: Container | None = None) -> LeasedSandbox:
         """Create a sandbox, or return the one with the same key. Raises SandboxError."""
-        snapshots = {image: image for image in self.table.snapshots(owner.name).values()}
+        snapshots = {one.image: one.image for one in self.table.snapshots.all(owner.name)}
         image = HOST_IMAGE if spec.image == HOST_IMAGE else self.images.resolve(spec.image, {}, snapshots)
         key = spec.idempotency_key
         labels = {**spec.labels, _OWNER: owner.name, _KEY: key, _API: self._api}
@@ -244,11 +226,11 @@ class Registry:
     async def snapshot(self, row: LeasedSandbox) -> ImageRef:
         """Make an image of a sandbox and end the sandbox; a repeated call returns the same image. Raises
         SandboxError."""
-        done = self.table.snapshots(row.owner).get(row.id)
+        done = self.table.snapshots.get(row.owner, row.id)
         if done is not None:
-            return ImageRef(done)
+            return ImageRef(done.image)
         image = await (await self.attach(row)).snapshot()
-        self.table.put_snapshot(image, row.owner, row.id)
+        self.table.snapshots.put(TakenSnapshot(owner=row.owner, source=row.id, image=image))
         return image
 
     async def end_all(self) -> None:

@@ -99,7 +99,7 @@ class ExecApi:
         return {"features": sorted(feature.value for feature in features)}
 
     async def _images(self, request: web.Request, owner: Owner) -> Any:
-        snapshots = self._registry.table.snapshots(owner.name).values()
+        snapshots = [one.image for one in self._registry.table.snapshots.all(owner.name)]
         return {"images": [*self._registry.images.names(), *snapshots]}
 
     async def _list(self, request: web.Request, owner: Owner) -> Any:
