@@ -14,16 +14,16 @@ import asyncio
 import hmac
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import aiohttp
 import orjson
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
+from headrace.sandboxes.host.http_relay import ask, forwarded, stream_back
 from headrace.serve.gateway.errors import WireError
 from headrace.serve.gateway.http.admin_routes import refusal_of
 from headrace.serve.gateway.http.agent_routes import bearer_of, token_of
@@ -39,12 +39,6 @@ WAIT_S: Final = 120.0
 """Longer than a process may take to end between two turns."""
 DEFAULTS: Final = GatewayConfig()
 _ASK_AGAIN_S: Final = 0.05
-_HOP_BY_HOP: Final = frozenset(
-    (
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "host", "expect"),
-    )
-)
 
 
 class Front:
@@ -160,25 +154,23 @@ class Front:
     ) -> web.Response:
         """Return the response of a process to an admin request with this body."""
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
-        async with await self._sent(place, method or request.method, path or request.raw_path, headers, body) as found:
+
+        async def send(url: URL) -> aiohttp.ClientResponse:
+            return await self._http.request(
+                method or request.method, url, headers=headers, data=body, allow_redirects=False
+            )
+
+        async with await self._sent(place, path or request.raw_path, send) as found:
             return web.Response(status=found.status, body=await found.read(), content_type="application/json")
 
     async def _passed(self, request: web.Request, place: int) -> web.StreamResponse:
         """Pass a request on, and its response back, piece by piece."""
-        headers = CIMultiDict((name, value) for name, value in request.headers.items() if _passes(name))
-        data = request.content if request.body_exists else None
-        async with await self._sent(place, request.method, request.raw_path, headers, data) as found:
-            response = web.StreamResponse(status=found.status, reason=found.reason)
-            response.headers.extend((name, value) for name, value in found.headers.items() if _passes(name))
-            await response.prepare(request)
-            # A response that breaks off breaks off here too: the exception ends the connection.
-            async for piece in found.content.iter_any():
-                await response.write(piece)
-            await response.write_eof()
-            return response
+        headers = forwarded(request.headers)
+        answer = await self._sent(place, request.raw_path, lambda url: ask(request, self._http, url, headers))
+        return await stream_back(request, answer)
 
     async def _sent(
-        self, place: int, method: str, path: str, headers: Mapping[str, str], data: Any
+        self, place: int, path: str, send: Callable[[URL], Awaitable[aiohttp.ClientResponse]]
     ) -> aiohttp.ClientResponse:
         """Return the head of a process's response. Waits for one that is being restarted. Raises HTTPException."""
         member, until = self._members[place], asyncio.get_running_loop().time() + WAIT_S
@@ -186,8 +178,7 @@ class Front:
             try:
                 async with asyncio.timeout_at(until):
                     await member.serving.wait()
-                url = URL(member.url + path, encoded=True)
-                return await self._http.request(method, url, headers=headers, data=data, allow_redirects=False)
+                return await send(URL(member.url + path, encoded=True))
             except aiohttp.ClientConnectorError:
                 # It has just ended: nothing was sent.
                 await asyncio.sleep(_ASK_AGAIN_S)
@@ -203,10 +194,6 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return document if isinstance(document, dict) else None
-
-
-def _passes(header: str) -> bool:
-    return header.lower() not in _HOP_BY_HOP
 
 
 def _unavailable(reason: str) -> web.HTTPException:

@@ -24,6 +24,7 @@ from aiohttp import web
 
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.sandboxes.host.http_relay import relay_session
 from headrace.serve.gateway.errors import OptionRefused
 from headrace.serve.gateway.http.connections import ConnectionSettings, listen
 from headrace.serve.gateway.http.gateway import Gateway
@@ -81,11 +82,7 @@ async def _serve_several(options: StandaloneOptions, announce: Callable[[str], N
             replace_file(
                 options.state / PORTS, orjson.dumps({"ports": [urlsplit(member.url).port for member in members]})
             )
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        http = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        )
+        http = await stack.enter_async_context(relay_session(aiohttp.TCPConnector(limit=0)))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watching = [tasks.create_task(member.watch()) for member in members]
         for task in watching:

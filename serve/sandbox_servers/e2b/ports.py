@@ -7,7 +7,6 @@ Invariants:
   sandbox can be reached.
 - A sandbox that was created secure requires one of its secrets, compared in constant time. The secrets are not passed
   on.
-- Bodies are streamed in both directions. When the client disconnects, the connection to the port is closed.
 - The requests that run for one sandbox are bounded; a WebSocket counts as one.
 """
 
@@ -23,9 +22,8 @@ from aiohttp import web
 from yarl import URL
 
 from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused, Unsupported
-from headrace.sandboxes.local.exposed import forward, forwarded
+from headrace.sandboxes.host.http_relay import ask, forward_web_socket, forwarded, relay_session, stream_back
 from headrace.serve.sandbox_servers.e2b.envd import TOKEN_HEADER, Envd, has_secret
-from headrace.serve.sandbox_servers.e2b.web_sockets import relay_web_socket
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, api_error, not_running
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
 
@@ -132,12 +130,7 @@ class Ports:
         """Pass the request on to one address. Raises aiohttp.ClientConnectorError if nothing listens there."""
         with await live.handle.tcp_socket(ipv6=":" in address) as opened:
             connector = aiohttp.TCPConnector(socket_factory=lambda _: opened, limit=1, force_close=True)
-            async with aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            ) as session:
+            async with relay_session(connector, connect_s=_CONNECT_S) as session:
                 headers = forwarded(request.headers)
                 for name in _OWN_HEADERS:
                     headers.popall(name, None)
@@ -149,5 +142,5 @@ class Ports:
                 headers["Host"] = request.host
                 url = URL(f"http://{address}:{port}{request.raw_path}", encoded=True)
                 if request.headers.get("Upgrade", "").lower() == "websocket":
-                    return await relay_web_socket(request, session, url, headers)
-                return await forward(request, session, url, headers)
+                    return await forward_web_socket(request, session, url, headers)
+                return await stream_back(request, await ask(request, session, url, headers))
