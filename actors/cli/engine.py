@@ -28,7 +28,7 @@ class Backend(StrEnum):
     CPU = "cpu"
     """The embedded engine, which serves small Qwen3 and Qwen2.5 models and needs no installation of its own."""
     SGLANG = "sglang"
-    """SGLang, in the environment created by scripts/install_sglang or in another one."""
+    """SGLang, in the environment created by scripts/install sglang or in another one."""
 
 
 class Device(StrEnum):

@@ -39,7 +39,7 @@ class SGLangSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Path | None = None
-    """Interpreter of the environment in which SGLang is installed; None uses the one that `scripts/install_sglang`
+    """Interpreter of the environment in which SGLang is installed; None uses the one that `scripts/install sglang`
     installs."""
     report_times: bool = True
     """Start servers with `--enable-metrics`, so that replies report the time in the queue and to the first token, which

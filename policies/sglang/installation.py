@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - a program
-"""Installs SGLang for CPUs into a separate environment: `scripts/install_sglang [VERSION]`.
+"""Installs SGLang for CPUs into a separate environment: `scripts/install sglang [VERSION]`.
 
 Invariants:
 - An environment without a stamp of its pins is incomplete. It is rebuilt unless a process is running from it. Only one
@@ -97,7 +97,7 @@ def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program. Returns 0 if the environment exists, else 1, with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="scripts/install_sglang", description="Installs SGLang for CPUs.")
+    parser = argparse.ArgumentParser(prog="scripts/install sglang", description="Installs SGLang for CPUs.")
     parser.add_argument("version", nargs="?", default=DEFAULT_VERSION, help=f"one of {', '.join(REQUIREMENTS)}")
     version = parser.parse_args(arguments).version
     if version not in REQUIREMENTS:

@@ -1,4 +1,4 @@
-"""Versions of SGLang that `scripts/install_sglang` installs, with their pinned requirements.
+"""Versions of SGLang that `scripts/install sglang` installs, with their pinned requirements.
 
 The pins were installed and run together on CPUs. SGLang's kernels and CUDA libraries are left out: its metadata
 requires them, but a CPU server never uses them, and they have no CPU builds. torch is the version that headrace uses.

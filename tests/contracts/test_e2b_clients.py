@@ -48,7 +48,7 @@ async def output(server: E2bServer, *command: str | Path, folder: Path) -> str:
 async def test_the_node_sdk_finds_the_account_ports_metadata_and_auto_resume(server: E2bServer, tmp_path: Path) -> None:
     if shutil.which("node") is None:
         pytest.skip("the SDK for Node needs node, and there is none here")
-    folder = await asyncio.to_thread(installed, "install_e2b_node", timeout_s=INSTALL_S)
+    folder = await asyncio.to_thread(installed, "e2b_node", timeout_s=INSTALL_S)
     (tmp_path / "checks.mjs").write_bytes((HERE / "e2b_node_features.mjs").read_bytes())
     (tmp_path / "node_modules").symlink_to(folder / "node_modules")
     said = await output(server, "node", tmp_path / "checks.mjs", folder=tmp_path)
@@ -63,7 +63,7 @@ async def test_the_node_sdk_finds_the_account_ports_metadata_and_auto_resume(ser
 
 
 async def test_langchain_e2b_runs_unmodified(server: E2bServer, tmp_path: Path) -> None:
-    python = await asyncio.to_thread(installed, "install_langchain_e2b", timeout_s=INSTALL_S)
+    python = await asyncio.to_thread(installed, "langchain_e2b", timeout_s=INSTALL_S)
     said = await output(server, python, HERE / "langchain_e2b_checks.py", folder=tmp_path)
     assert said.splitlines()[-1] == "all passed"
 
@@ -85,7 +85,7 @@ async def interpreter(store: Path) -> AsyncIterator[E2bServer]:
 
 
 async def test_the_code_interpreter_for_python_runs_unmodified(interpreter: E2bServer, tmp_path: Path) -> None:
-    clients = await asyncio.to_thread(installed, "install_interpreter_clients", timeout_s=INSTALL_S)
+    clients = await asyncio.to_thread(installed, "interpreter_clients", timeout_s=INSTALL_S)
     python = clients / "python" / "bin" / "python"
     said = await output(interpreter, python, HERE / "interpreter_checks.py", folder=tmp_path)
     assert said.splitlines()[-1] == "all passed"
@@ -94,7 +94,7 @@ async def test_the_code_interpreter_for_python_runs_unmodified(interpreter: E2bS
 async def test_the_code_interpreter_for_node_runs_unmodified(interpreter: E2bServer, tmp_path: Path) -> None:
     if shutil.which("node") is None:
         pytest.skip("the SDK for Node needs node, and there is none here")
-    clients = await asyncio.to_thread(installed, "install_interpreter_clients", timeout_s=INSTALL_S)
+    clients = await asyncio.to_thread(installed, "interpreter_clients", timeout_s=INSTALL_S)
     (tmp_path / "checks.mjs").write_bytes((HERE / "interpreter_checks.mjs").read_bytes())
     (tmp_path / "node_modules").symlink_to(clients / "node" / "node_modules")
     said = await output(interpreter, "node", tmp_path / "checks.mjs", folder=tmp_path)

@@ -170,7 +170,7 @@ async def test_a_build_that_cannot_be_leaves_nothing(
 async def test_the_node_sdk_builds_a_template(server: E2bServer, tmp_path: Path) -> None:
     if shutil.which("node") is None:
         pytest.skip("the SDK for Node needs node, and there is none here")
-    folder = await asyncio.to_thread(installed, "install_e2b_node", timeout_s=600)
+    folder = await asyncio.to_thread(installed, "e2b_node", timeout_s=600)
     (tmp_path / "a.txt").write_text("a\n")
     (tmp_path / "checks.mjs").write_bytes(NODE_CHECK.read_bytes())
     (tmp_path / "node_modules").symlink_to(folder / "node_modules")

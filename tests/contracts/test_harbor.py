@@ -1,5 +1,5 @@
 """Harbor beside the gateway: terminus-2 collects the ids that the engine served, and Harbor's own models accept the
-exports. `scripts/install_harbor` installs it."""
+exports. `scripts/install harbor` installs it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ else:
 @pytest.fixture(scope="module")
 def harbor() -> Path:
     """Harbor's program, installed into the user's cache if necessary."""
-    return installed("install_harbor", timeout_s=INSTALL_S)
+    return installed("harbor", timeout_s=INSTALL_S)
 
 
 def read_by_harbor(harbor: Path, form: str, path: Path) -> tuple[Any, str]:

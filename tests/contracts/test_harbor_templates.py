@@ -1,5 +1,5 @@
 """Harbor, unmodified, on our sandboxes: its E2B environment builds its images on the E2B server, and its verdicts equal
-the folders' and those of our own verifier. `scripts/install_harbor` installs it."""
+the folders' and those of our own verifier. `scripts/install harbor` installs it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FOLDERS, AT_ONCE = 50, 16
 @pytest.fixture(scope="module")
 def harbor() -> Path:
     """Harbor's program, installed into the user's cache if necessary."""
-    return installed("install_harbor", timeout_s=INSTALL_S)
+    return installed("harbor", timeout_s=INSTALL_S)
 
 
 @pytest_asyncio.fixture

@@ -1,5 +1,5 @@
 """SDKs for Python and Node against the gateway: each runs as a program of its own, checks what it is served, and prints
-the result of each check. `scripts/install_sdks` installs them at pinned versions."""
+the result of each check. `scripts/install sdks` installs them at pinned versions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Answers:
 @pytest.fixture(scope="module")
 def sdks() -> Path:
     """Folder of the SDKs, installed into the user's cache if necessary."""
-    return installed("install_sdks", timeout_s=INSTALL_S)
+    return installed("sdks", timeout_s=INSTALL_S)
 
 
 async def results_of(program: str, sdks: Path, home: Path, urls: dict[str, str]) -> dict[str, str | None]:

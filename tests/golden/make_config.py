@@ -1,4 +1,4 @@
-"""Makes the golden configuration, that of the quickstart: `python tests/golden/make_config.py`.
+"""Makes the golden configuration, that of the quickstart: `scripts/generate golden_config`.
 
 Until a version is released, a change of the configuration replaces it.
 """
@@ -12,7 +12,11 @@ from headrace.actors.run.launch import document_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
-if __name__ == "__main__":
+
+def make() -> Path:
+    """Write the file, and return its path."""
     config = load_recipe(ROOT / "scripts" / "recipes" / "quickstart.toml", (), Path("run"))
     text = document_of(config).replace(f"{ROOT}/".encode(), b"")
-    Path(__file__).with_name("config.json").write_bytes(text + b"\n")
+    path = Path(__file__).with_name("config.json")
+    path.write_bytes(text + b"\n")
+    return path

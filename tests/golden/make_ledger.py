@@ -1,13 +1,11 @@
-"""Makes the golden run directory: `PYTHONPATH=tests python tests/golden/make_ledger.py tests/golden/ledger`.
+"""Makes the golden run directory: `scripts/generate golden_ledger`.
 
 Until a version is released, a change of a table replaces it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,7 +107,3 @@ async def make(run_dir: Path):
             [(cases.result(orders[5], version), orders[5].task_id)], tag="held out", version=version
         )
         await store.take(version, 2, timeout_s=0.0)
-
-
-if __name__ == "__main__":
-    asyncio.run(make(Path(sys.argv[1])))

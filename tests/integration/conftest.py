@@ -23,7 +23,7 @@ async def provider() -> AsyncIterator[LocalProvider]:
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Cluster of a head and three nodes, each with the module's CLUSTER_CPUS, as Ray counts them, or 2."""
     if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
+        pytest.skip("scripts/install redis could not install Redis here")
     cpus = getattr(request.module, "CLUSTER_CPUS", 2)
     with running_cluster(tmp_path_factory.mktemp("c") / "shared", redis, cpus=cpus) as cluster:
         yield cluster

@@ -128,7 +128,7 @@ print(json.dumps(ray.get(counter.count.remote(), timeout=60)))
 @pytest.mark.slow
 def test_an_actor_outlives_the_head_of_its_cluster(network: Network) -> None:
     if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
+        pytest.skip("scripts/install redis could not install Redis here")
     program = network.shared / "counter.py"
     program.write_text(COUNTER, encoding="utf-8")
     with RayHosts(network, redis) as cluster:

@@ -28,7 +28,7 @@ def documented() -> set[Listener]:
 
 def test_every_listener_of_a_cluster_is_documented_and_refuses_strangers(tmp_path: Path) -> None:
     if (redis := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
+        pytest.skip("scripts/install redis could not install Redis here")
     with running_cluster(tmp_path / "shared", redis) as cluster:
         urls = [cluster.serve_sandboxes(number) for number in WORKERS]
         settings = (

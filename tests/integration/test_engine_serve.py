@@ -52,7 +52,7 @@ async def test_the_server_prints_its_url_and_exits_on_sigterm(
         from headrace.policies.sglang.installation import environment_python
 
         if environment_python() is None:
-            pytest.skip("SGLang is not installed: scripts/install_sglang")
+            pytest.skip("SGLang is not installed: scripts/install sglang")
     announced = tmp_path / "announced.json"
     options = ("--backend", backend, "--model", tiny_model_dir, "--weight-version", "1.7", "--max-context", 512)
     async with started(*options, "--announce", announced, "--directory", tmp_path) as process:
@@ -117,7 +117,7 @@ async def test_a_missing_environment_is_a_one_line_error(tiny_model_dir: Path, t
     options = ("--backend", "sglang", "--model", tiny_model_dir)
     code, said = await ended(*options, XDG_CACHE_HOME=str(tmp_path))
     assert (code, said.count("\n")) == (2, 1)
-    assert "scripts/install_sglang" in said
+    assert "scripts/install sglang" in said
 
 
 async def test_a_port_in_use_is_a_one_line_error(tiny_model_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Traces in arize-phoenix, a collector of the field, over HTTP and gRPC. Needs `scripts/install_phoenix`."""
+"""Traces in arize-phoenix, a collector of the field, over HTTP and gRPC. Needs `scripts/install phoenix`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROGRAM = next(
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(PROGRAM is None, reason="arize-phoenix is not installed: scripts/install_phoenix"),
+    pytest.mark.skipif(PROGRAM is None, reason="arize-phoenix is not installed: scripts/install phoenix"),
 ]
 START_S = 240.0
 

@@ -17,7 +17,7 @@ from support.ray_hosts import redis_folder
 
 def test_redis_reads_its_password_from_a_file_and_its_probe_sees_that_it_hangs(tmp_path: Path) -> None:
     if (programs := redis_folder()) is None:
-        pytest.skip("scripts/install_redis could not install Redis here")
+        pytest.skip("scripts/install redis could not install Redis here")
     for folder in ("data", "run/redis", "etc/redis/secret"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "etc/redis/secret/password").write_text("of-the-secret")

@@ -47,7 +47,7 @@ def engine_process(
         return EngineProcess(config)
     python = environment_python(SGLANG_VERSION)
     if python is None:
-        pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install_sglang, or scripts/test --sglang")
+        pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install sglang, or scripts/test --sglang")
     given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
     more = {"key_file": key_file, "report_times": report_times, "arguments": arguments, "traces_url": traces_url}
     return SGLangProcess(SGLangServerConfig.model_validate(given | more | {"max_context": CONTEXT}))

@@ -1,4 +1,4 @@
-"""Programs of others that slow tests need: the scripts that install them into the user's cache print where they are."""
+"""Programs of others that slow tests need: `scripts/install` puts them into the user's cache, and prints their path."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+INSTALL = Path(__file__).resolve().parents[2] / "scripts" / "install"
 
 
-def installed(script: str, *, timeout_s: float) -> Path:
-    """Run the script, and return the path that it prints. Skips the test, with the reason, where it fails."""
-    ran = subprocess.run([SCRIPTS / script], capture_output=True, text=True, timeout=timeout_s, check=False)
+def installed(name: str, *, timeout_s: float) -> Path:
+    """Install a program, and return the path that is printed. Skips the test, with the reason, where that fails."""
+    ran = subprocess.run([INSTALL, name], capture_output=True, text=True, timeout=timeout_s, check=False)
     if ran.returncode:
-        pytest.skip(f"{script} failed: {(ran.stderr.strip().splitlines() or ['?'])[-1]}")
+        pytest.skip(f"scripts/install {name} failed: {(ran.stderr.strip().splitlines() or ['?'])[-1]}")
     return Path(ran.stdout.strip())

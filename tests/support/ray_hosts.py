@@ -40,7 +40,7 @@ _STARTED: Final = "Ray runtime started"
 
 def redis_folder() -> Path | None:
     """Return the folder with redis-server, or None where it cannot be installed."""
-    done = subprocess.run([ROOT / "scripts" / "install_redis"], capture_output=True, text=True, check=False)
+    done = subprocess.run([ROOT / "scripts" / "install", "redis"], capture_output=True, text=True, check=False)
     return Path(done.stdout.strip()) if done.returncode == 0 else None
 
 

@@ -7,12 +7,14 @@ import dataclasses
 import re
 import runpy
 import sqlite3
+import sys
 from collections.abc import Iterable
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 import pytest
+from generators.command import COMPARED, main, stale
 
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
@@ -87,10 +89,16 @@ def test_missing_links_files_and_tests_are_reported(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["cli", "metrics", "panel"])
-def test_a_generated_page_matches_the_code(name: str) -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / f"{name}_docs.py"))
-    assert script["TARGET"].read_text() == script["render"](), f"run scripts/{name}_docs.py"
+@pytest.mark.parametrize("name", COMPARED)
+def test_generated_files_match_the_code(name: str) -> None:
+    assert stale([name]) == [], f"run scripts/generate {name}"
+
+
+def test_generate_compares_no_golden_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate", "--check", "golden_ledger"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "choose from cli, config, metrics, panel, monitoring\n" in capsys.readouterr().err
 
 
 def columns(statements: Iterable[str]) -> set[str]:

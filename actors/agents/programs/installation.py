@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - a program
-"""The installer of agents from npm and PyPI: `scripts/install_agents [--all] [--latest] [NAME ...]`.
+"""The installer of agents from npm and PyPI: `scripts/install agents [--all] [--latest] [NAME ...]`.
 
 Invariants:
 - An installation appears complete or not at all: it is built in a temporary folder and then renamed. Existing
@@ -114,7 +114,7 @@ def installed_folder(agent: str) -> Path:
     folder = cache_folder() / f"{agent}-{PINNED[agent]}"
     # The folder for several Python versions is created before the first of them is installed.
     if not folder.is_dir() or not any(folder.iterdir()):
-        raise AgentMissing(f"{agent} {PINNED[agent]} is not installed: run `scripts/install_agents {agent}`")
+        raise AgentMissing(f"{agent} {PINNED[agent]} is not installed: run `scripts/install agents {agent}`")
     return folder
 
 
@@ -246,7 +246,7 @@ def _run(command: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Install agents. Returns 0 if all are installed, else 1, with the reasons on standard error."""
-    parser = argparse.ArgumentParser(prog="scripts/install_agents", description="Installs agents from npm and PyPI.")
+    parser = argparse.ArgumentParser(prog="scripts/install agents", description="Installs agents from npm and PyPI.")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"agents: {', '.join(PINNED)}; by default {', '.join(EVERY_RUN)}"
     )

@@ -1,4 +1,4 @@
-"""The versions of agents that `scripts/install_agents` installs and the tests run with.
+"""The versions of agents that `scripts/install agents` installs and the tests run with.
 
 The Python packages are pinned as a set that was tested together. The set omits requirements of mini-swe-agent and
 litellm that the default agent never imports (data sets, AWS, terminal interfaces) and that make up most of half a

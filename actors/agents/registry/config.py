@@ -29,7 +29,7 @@ class AgentKind(StrEnum):
     SIMULATED = "simulated"
     """Waits instead of working, usually with simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
-    """Anthropic's program, which runs in the sandbox; `scripts/install_agents` installs this program and those
+    """Anthropic's program, which runs in the sandbox; `scripts/install agents` installs this program and those
     below."""
     CODEX = "codex"
     """OpenAI's program, which runs in the sandbox."""

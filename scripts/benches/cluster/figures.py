@@ -57,7 +57,7 @@ def measure(
     """Run the recipe on the cluster and locally in turn, then the quickstart if it is wanted. Raises ConfigError
     without Redis."""
     if (redis := redis_folder()) is None:
-        raise ConfigError("scripts/install_redis could not install Redis here: install redis-server")
+        raise ConfigError("scripts/install redis could not install Redis here: install redis-server")
     on_cluster: list[Passed] = []
     local: list[Passed] = []
     with running_cluster(folder / "shared", redis, cpus=CPUS) as cluster:

@@ -244,7 +244,7 @@ def soak_cluster(plan: ClusterSoakPlan, folder: Path, json: Path | None, say: Ca
     """Start a cluster whose files are in a folder, soak it, and write the report. Raises typer.Exit with code 1 if
     there are problems."""
     if (redis := redis_folder()) is None:
-        raise typer.BadParameter("scripts/install_redis could not install Redis here", param_hint="--cluster")
+        raise typer.BadParameter("scripts/install redis could not install Redis here", param_hint="--cluster")
     with running_cluster(folder / "shared", redis, cpus=CPUS) as cluster:
         report = ClusterSoak(cluster, plan, say).run()
     document = orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2)

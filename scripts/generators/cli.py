@@ -1,23 +1,24 @@
-"""Writes docs/cli.md: every command of `headrace`, `scripts/bench` and `scripts/soak` with its arguments, options and
-help, and the usage lines of the other scripts. A test checks that the page is up to date."""
+"""The page docs/cli.md: every command of `headrace`, `scripts/bench` and `scripts/soak` with its arguments, options and
+help, and the usage lines of the other scripts."""
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
+from benches import command as benches
+from benches.long_runs import soak
 
 from headrace.actors.cli.app import app
 from headrace.actors.run import exit_codes
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "docs" / "cli.md"
+ROOT = Path(__file__).resolve().parents[2]
+PATH = ROOT / "docs" / "cli.md"
 HEAD = """# Commands
 
-This page is written by `scripts/cli_docs.py` from the commands' own help and the scripts' headers. After
+This page is written by `scripts/generate cli` from the commands' own help and the scripts' headers. After
 `scripts/quickstart` or `scripts/setup`, `headrace` is `.venv/bin/headrace`. Errors are one line on standard error;
 `--verbose` anywhere on the command line adds the traceback. Every command has `--help`.
 
@@ -34,7 +35,7 @@ This page is written by `scripts/cli_docs.py` from the commands' own help and th
 | [services.md](services.md) | `headrace retriever serve` |
 | [buffer.md](buffer.md) | `headrace ledger` |
 """
-DEVELOPMENT = ("quickstart", "test", "check", "setup", "install_agents", "install_sglang", "install_runtimes")
+DEVELOPMENT = ("quickstart", "test", "check", "setup", "install", "generate")
 OTHERS = ("warm_start", "demo_e2b")
 
 
@@ -91,13 +92,8 @@ def header_lines(script: str) -> list[str]:
     return [f"### scripts/{script}", "", " ".join(about.split()), *example, ""]
 
 
-def render() -> str:
-    """Return the page."""
-    # The benches are not installed with the package: `scripts/bench` adds this folder to the path, too.
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from benches import command as benches
-    from benches.long_runs import soak
-
+def render() -> dict[Path, str]:
+    """Return the page by its path."""
     soaking = typer.Typer(add_completion=False)
     soaking.command()(soak.main)
     lines = [HEAD, *command_lines("headrace", typer.main.get_command(app), "##")]
@@ -107,9 +103,4 @@ def render() -> str:
     lines += command_lines("scripts/bench", typer.main.get_command(benches.app), "##")
     lines += command_lines("scripts/soak", typer.main.get_command(soaking), "##")
     lines += ["## Other scripts", "", *[line for script in OTHERS for line in header_lines(script)]]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    TARGET.write_text(render(), encoding="utf-8")
-    sys.stdout.write(f"{TARGET}\n")
+    return {PATH: "\n".join(lines)}

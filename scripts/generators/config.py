@@ -1,22 +1,17 @@
-"""Writes docs/configuration.md from the config models: every key, its default and its docstring. A test checks that the
-page is up to date."""
+"""The page docs/configuration.md from the config models: every key, its default and its docstring."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-import textwrap
-from itertools import pairwise
 from pathlib import Path
 from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
+from generators.docstrings import docstrings
 from headrace.actors.run.clocks import DERIVED
 from headrace.actors.run.config import RunConfig
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 SET_BY_THE_RUN = {
     "learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"},
     "learner.simulated": {"checkpoint_dir", "seed", "weights"},
@@ -25,24 +20,9 @@ HEAD = """# Configuration
 
 A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
 a key. Unknown keys, wrong types and impossible combinations are refused at startup. Where a default is derived from
-other keys, the run's `config.json` has its value. `scripts/config_docs.py` writes this page from the models in the
+other keys, the run's `config.json` has its value. `scripts/generate config` writes this page from the models in the
 code.
 """
-
-
-def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field of a model and of its base classes."""
-    found: dict[str, str] = {}
-    for cls in reversed(model.__mro__):
-        if not issubclass(cls, BaseModel) or cls is BaseModel:
-            continue
-        source = textwrap.dedent(inspect.getsource(cls))
-        [body] = [node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-        for field, text in pairwise(body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
-                    found[name] = " ".join(words.split())
-    return found
 
 
 def section(path: str, model: type[BaseModel]) -> list[str]:
@@ -74,11 +54,6 @@ def _shown(default: object) -> object:
     return sorted(str(item) for item in default) if isinstance(default, frozenset) else default
 
 
-def render() -> str:
-    """Return the page."""
-    return HEAD + "\n".join(section("", RunConfig)) + "\n"
-
-
-if __name__ == "__main__":
-    TARGET.write_text(render(), encoding="utf-8")
-    sys.stdout.write(f"{TARGET}\n")
+def render() -> dict[Path, str]:
+    """Return the page by its path."""
+    return {PATH: HEAD + "\n".join(section("", RunConfig)) + "\n"}

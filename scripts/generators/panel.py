@@ -1,10 +1,8 @@
-"""Draws docs/panel.svg: the live panel of `headrace run`, recorded in the middle of a quickstart. A test checks that
-the picture is up to date."""
+"""The picture docs/panel.svg: the live panel of `headrace run`, recorded in the middle of a quickstart."""
 
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +10,7 @@ from rich.terminal_theme import MONOKAI
 
 from headrace.actors.run.progress import Progress, panel
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "panel.svg"
+PATH = Path(__file__).resolve().parents[2] / "docs" / "panel.svg"
 TITLE = "headrace run scripts/recipes/quickstart.toml"
 SNAPSHOT = Progress(
     phase="training",
@@ -33,13 +31,8 @@ SNAPSHOT = Progress(
 """Progress recorded on 2026-11-23 on 2 cores (seed 0), with the last 16 rewards."""
 
 
-def render() -> str:
-    """Return the picture: the same renderer as on a terminal, with fixed ids."""
+def render() -> dict[Path, str]:
+    """Return the picture by its path: the same renderer as on a terminal, with fixed ids."""
     console = Console(record=True, width=122, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(panel(SNAPSHOT))
-    return console.export_svg(title=TITLE, theme=MONOKAI, unique_id="panel") + "\n"
-
-
-if __name__ == "__main__":
-    TARGET.write_text(render(), encoding="utf-8")
-    sys.stdout.write(f"{TARGET}\n")
+    return {PATH: console.export_svg(title=TITLE, theme=MONOKAI, unique_id="panel") + "\n"}

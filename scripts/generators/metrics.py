@@ -1,24 +1,20 @@
-"""Writes docs/metrics.md from the metric records, every kind with its keys and their docstrings, and from the table of
-exported metrics. A test checks that the page is up to date."""
+"""The page docs/metrics.md from the metric records, every kind with its keys and their docstrings, and from the table
+of exported metrics."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-import textwrap
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from generators.docstrings import docstrings
 from headrace.actors.record.files.metrics import METRICS, Metric, SourceStep, StationMeans
 from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.actors.telemetry.prometheus.series import MAX_VALUES
 from headrace.actors.telemetry.prometheus.table import TABLE, Exported
 from headrace.buffer.trajectories.types import TokenRatios
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+PATH = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 A run appends its measurements to `metrics.jsonl` in its directory, one JSON object a line. Every line has `kind` and
@@ -37,7 +33,7 @@ print([round(step["reward"], 2) for step in steps])
 ```
 
 To add a key or a kind, change the dataclass in `actors/record/files/metrics.py` and the place that fills it, and run
-`scripts/metrics_docs.py`, which writes this page. What Prometheus gets is [below](#exported-metrics).
+`scripts/generate metrics`, which writes this page. What Prometheus gets is [below](#exported-metrics).
 """
 EXPORTED = f"""## Exported metrics
 
@@ -71,18 +67,6 @@ keep their totals, so that neither a restart nor the removal of old files change
 """
 
 
-def docstrings(record: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass."""
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(record))).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for item, text in pairwise(definition.body):
-        match item, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
-                found[name] = " ".join(words.split())
-    return found
-
-
 def rows(record: type) -> list[str]:
     """Return the table rows of a dataclass."""
     texts = docstrings(record)
@@ -104,8 +88,8 @@ def exported(metric: Exported[Any]) -> str:
     return f"| `{name}` | {kind} | {labels} | {metric.source} | {metric.help} |"
 
 
-def render() -> str:
-    """Return the page."""
+def render() -> dict[Path, str]:
+    """Return the page by its path."""
     nested: dict[str, tuple[tuple[str, type], ...]] = {
         "step": (
             ("`mismatch`, `stale_kv` and one entry of `ratio_by_staleness`", TokenRatios),
@@ -119,9 +103,4 @@ def render() -> str:
         lines += section(record)
         for title, entry in nested.get(record.kind, ()):
             lines += [f"### {title}", "", "| key | meaning |", "|---|---|", *rows(entry), ""]
-    return HEAD + "\n" + "\n".join(lines) + "\n" + EXPORTED + "\n".join(map(exported, TABLE)) + "\n"
-
-
-if __name__ == "__main__":
-    TARGET.write_text(render(), encoding="utf-8")
-    sys.stdout.write(f"{TARGET}\n")
+    return {PATH: HEAD + "\n" + "\n".join(lines) + "\n" + EXPORTED + "\n".join(map(exported, TABLE)) + "\n"}

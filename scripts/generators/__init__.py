@@ -1,0 +1,1 @@
+"""Writers of the files of this repository that follow from its code."""
