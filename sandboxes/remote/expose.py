@@ -17,13 +17,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from aiohttp import WSMsgType
+
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import HostPort
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.local.exposed import relay
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.tasks import ServerTasks
-from headrace.sandboxes.remote.tunnel import Tunnel
+from headrace.sandboxes.remote.tunnel import WebSocket, carry
 from headrace.sandboxes.retry import RetryConfig, full_jitter_s
 
 _BACKLOG: Final = 64
@@ -86,7 +88,20 @@ class _ReopeningTunnel:
                 return
 
     async def _once(self, opened: asyncio.Future[None]) -> None:
-        async with self._http.socket(self._url, self._secret, self._query) as stream:
+        async with self._http.socket(self._url, self._secret, self._query) as socket, ServerTasks() as connections:
             if not opened.done():
                 opened.set_result(None)
-            await Tunnel(stream, lambda: asyncio.open_unix_connection(self._path)).run()
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT:
+                    return
+                connections.start(self._connect(socket, message.json()["connection"]))
+
+    async def _connect(self, tunnel: WebSocket, name: str) -> None:
+        """Carry one connection of the sandbox. If it cannot be reached, the tunnel is reopened: the connection would
+        wait for ever."""
+        try:
+            async with self._http.socket(self._url, self._secret, {"connection": name}, heartbeat=False) as socket:
+                await carry(socket, *await asyncio.open_unix_connection(self._path))
+        except SandboxError as error:
+            logger.warning("a connection through the tunnel to %s is lost: %s", self._url, error)
+            await tunnel.close()

@@ -101,10 +101,11 @@ class RemoteHttp:
 
     @asynccontextmanager
     async def socket(
-        self, url: str, secret: str, query: Mapping[str, str]
+        self, url: str, secret: str, query: Mapping[str, str], *, heartbeat: bool = True
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        """Open a WebSocket and check its first message. It uses a connection outside both pools. Raises the typed error
-        of the first message, ProviderUnreachable."""
+        """Open a WebSocket and check its first message. It uses a connection outside both pools. With a heartbeat it
+        ends when the server is silent, or when its messages are not read. Raises the typed error of the first message,
+        ProviderUnreachable."""
         import aiohttp
 
         headers = trace_headers() | {"Authorization": f"Bearer {secret}"}
@@ -112,7 +113,11 @@ class RemoteHttp:
             async with (
                 aiohttp.ClientSession() as session,
                 session.ws_connect(
-                    url, params=query, headers=headers, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES
+                    url,
+                    params=query,
+                    headers=headers,
+                    heartbeat=_HEARTBEAT_S if heartbeat else None,
+                    max_msg_size=MAX_MESSAGE_BYTES,
                 ) as socket,
             ):
                 first = await socket.receive()

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +23,10 @@ from aiohttp import web
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import ExecResult, Feature, HostPort, Process, Sandbox, TerminalSize
-from headrace.sandboxes.errors import SandboxError, SandboxFileError, Unsupported
+from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGone, Unsupported
 from headrace.sandboxes.remote.error_documents import to_document
 from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, checked_path, unpack_files
-from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES, Tunnel
+from headrace.sandboxes.remote.tunnel import MAX_CONNECTIONS, MAX_MESSAGE_BYTES, carry
 from headrace.serve.sandbox_servers.exec.bodies import (
     MAX_BODY_BYTES,
     Exec,
@@ -190,22 +192,63 @@ HEARTBEAT_S: Final = 10.0
 _MAX_PORT: Final = 65535
 
 
-async def expose(request: web.Request, find: Callable[[], Awaitable[Sandbox]]) -> web.StreamResponse:
-    """Serve a tunnel. The first message is `{}` once the port is open, or an error document."""
-    socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
-    await socket.prepare(request)
-    tunnel = Tunnel(socket)
-    try:
-        async with AsyncExitStack() as stack:
+class Tunnels:
+    """Exposed ports, and the connections that sandboxes have made to them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        """Connections whose WebSocket has not been opened yet, by name."""
+
+    async def serve(self, request: web.Request, find: Callable[[], Awaitable[Sandbox]]) -> web.StreamResponse:
+        """Serve a tunnel, or one of its connections. The first message is `{}` once it is open, or an error
+        document."""
+        name = request.query.get("connection")
+        # A connection is not read while its reader is slow; it ends with its tunnel.
+        heartbeat_s = HEARTBEAT_S if name is None else None
+        socket = web.WebSocketResponse(heartbeat=heartbeat_s, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
+        await socket.prepare(request)
+        try:
             sandbox = await find()
-            port = whole_number(request, "port", _MAX_PORT)
-            server = await asyncio.start_server(tunnel.accept, "127.0.0.1", 0)
+            if name is None:
+                await self._listen(socket, sandbox, whole_number(request, "port", _MAX_PORT), request)
+            elif (waiting := self._waiting.pop(name, None)) is None:
+                raise SandboxGone("this connection has ended")
+            else:
+                await socket.send_json({})
+                await carry(socket, *waiting)
+        except SandboxError as error:
+            await socket.send_json(to_document(error))
+        await socket.close()
+        return socket
+
+    async def _listen(self, socket: web.WebSocketResponse, sandbox: Sandbox, port: int, request: web.Request) -> None:
+        """Name the connections to a port until the WebSocket ends."""
+        connected: set[asyncio.StreamWriter] = set()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(connected) >= MAX_CONNECTIONS:
+                writer.transport.abort()
+                return
+            name = secrets.token_hex(16)
+            self._waiting[name] = reader, writer
+            connected.add(writer)
+            with suppress(OSError):
+                await socket.send_json({"connection": name})
+                await writer.wait_closed()
+            connected.remove(writer)
+            self._waiting.pop(name, None)
+
+        def abort_all() -> None:
+            for writer in connected:
+                writer.transport.abort()
+
+        async with AsyncExitStack() as stack:
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
             await stack.enter_async_context(server)
+            stack.callback(abort_all)
             inner = HostPort(host="127.0.0.1", port=server.sockets[0].getsockname()[1])
             await stack.enter_async_context(sandbox.expose(port, inner, request.query.get("prefix", "")))
             await socket.send_json({})
-            await tunnel.run()
-    except SandboxError as error:
-        await socket.send_json(to_document(error))
-    await socket.close()
-    return socket
+            async for _ in socket:
+                # The client says nothing.
+                pass

@@ -18,7 +18,7 @@ from headrace.sandboxes.base import Feature, FrozenMount, Sandbox, SandboxId, Sa
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.sandbox_servers.e2b_state.keys import ApiKeys, Owner
 from headrace.serve.sandbox_servers.exec.bodies import Create, Renew, read_body
-from headrace.serve.sandbox_servers.exec.command_routes import CommandRoutes, FileRoutes, expose
+from headrace.serve.sandbox_servers.exec.command_routes import CommandRoutes, FileRoutes, Tunnels
 from headrace.serve.sandbox_servers.exec.processes import ProcessTable
 from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, Registry
 from headrace.serve.sandbox_servers.exec.responses import check_secret, error_response, owner_of, respond
@@ -37,6 +37,7 @@ class ExecApi:
         self._registry = registry
         self._keys = keys
         self._processes = ProcessTable(registry.tasks)
+        self._tunnels = Tunnels()
 
     def routes(self) -> list[web.RouteDef]:
         owned, on = self.owned, self.on_sandbox
@@ -145,7 +146,7 @@ class ExecApi:
         async def find() -> Sandbox:
             return await self._registry.attach(self._opened(request))
 
-        return await expose(request, find)
+        return await self._tunnels.serve(request, find)
 
     async def _freeze(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         await sandbox.freeze()
