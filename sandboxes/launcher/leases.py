@@ -1,15 +1,19 @@
-"""Heap of lease deadlines.
+"""Heap of deadlines.
 
-Invariants: no clock, no I/O. The old entry of a renewed lease stays in the heap and is skipped when it comes up.
+Invariants: no clock, no I/O. Each key is due once, in the order of deadlines. The old entry of a changed deadline stays
+in the heap and is skipped when it comes up.
 """
 
 from __future__ import annotations
 
 import heapq
 
+_SLACK = 1024
+"""The heap is rebuilt when it has more old entries than this number plus the number of keys."""
+
 
 class Deadlines:
-    """Deadlines by key, in seconds of one monotonic clock."""
+    """Deadlines by key, in seconds of one clock."""
 
     def __init__(self) -> None:
         self._current: dict[str, float] = {}
@@ -18,6 +22,9 @@ class Deadlines:
     def set(self, key: str, deadline: float) -> None:
         self._current[key] = deadline
         heapq.heappush(self._heap, (deadline, key))
+        if len(self._heap) > 2 * len(self._current) + _SLACK:
+            self._heap = [(deadline, key) for key, deadline in self._current.items()]
+            heapq.heapify(self._heap)
 
     def drop(self, key: str) -> None:
         self._current.pop(key, None)

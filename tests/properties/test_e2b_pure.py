@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.sandboxes.base import Output, Stream
+from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.serve.sandbox_servers.e2b.connect_protocol import encode_frame, read_frames
 from headrace.serve.sandbox_servers.e2b.control import Query, page, parse_query
 from headrace.serve.sandbox_servers.e2b_state.entries import Entry
-from headrace.serve.sandbox_servers.e2b_state.expiry import Deadlines
 from headrace.serve.sandbox_servers.e2b_state.processes import OutputLog
 from headrace.serve.sandbox_servers.e2b_state.table import Row, State
 from headrace.serve.sandbox_servers.e2b_state.watchers import Kind, changes
@@ -85,10 +85,10 @@ def test_deadlines_fall_due_once_and_in_order(steps: list[tuple[str, float | Non
             deadlines.set(name, at)
             model[name] = at
     assert deadlines.next() == min(model.values(), default=None)
-    due = deadlines.due(now)
+    due = deadlines.pop_due(now)
     assert sorted(due) == sorted(name for name, at in model.items() if at <= now)
     assert [model[name] for name in due] == sorted(model[name] for name in due)
-    assert deadlines.due(now) == []
+    assert deadlines.pop_due(now) == []
 
 
 @given(st.lists(st.binary(min_size=1, max_size=5), max_size=20), st.integers(1, 8), st.integers(0, 20))
@@ -158,8 +158,8 @@ def test_frequently_changed_deadlines_do_not_grow_the_heap() -> None:
     for at in range(100_000):
         deadlines.set("a", float(at))
     assert len(deadlines._heap) < 5_000
-    assert deadlines.due(99_998.0) == []
-    assert deadlines.due(99_999.0) == ["a"]
+    assert deadlines.pop_due(99_998.0) == []
+    assert deadlines.pop_due(99_999.0) == ["a"]
 
 
 async def test_data_after_the_end_frame_is_not_read() -> None:
