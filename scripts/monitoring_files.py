@@ -1,14 +1,12 @@
 """Writes the files for Prometheus and Grafana from the rules, alerts and dashboards of scripts/monitoring, which name
 metrics of `headrace.actors.telemetry.prometheus`.
 
-Usage: scripts/monitoring_files.py --out DIR
+Usage: scripts/generate monitoring --out DIR
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,10 +145,3 @@ def write(folder: Path) -> list[Path]:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write rules, alerts, an example of a configuration, and dashboards.")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Folder for the files.")
-    for path in write(parser.parse_args().out):
-        sys.stdout.write(f"{path}\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shutil
 import subprocess
 from dataclasses import fields
 from pathlib import Path
