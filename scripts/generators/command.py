@@ -52,8 +52,8 @@ def make_golden(name: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/generate", description="Writes files that follow from the code.")
-    names = ", ".join([*COMPARED, *GOLDEN, f"{MONITORING} (with --out)"])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    choices = ", ".join([*COMPARED, *GOLDEN, f"{MONITORING} (with --out)"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=choices)
     parser.add_argument("--out", type=Path, help="folder for the files of `monitoring`, which are not kept here")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is not up to date")
     options = parser.parse_args()

@@ -98,7 +98,7 @@ def test_generate_compares_no_golden_files(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys, "argv", ["generate", "--check", "golden_ledger"])
     with pytest.raises(SystemExit):
         main()
-    assert "choose from cli, config, metrics, panel, monitoring\n" in capsys.readouterr().err
+    assert "choose from cli, config, metrics, panel\n" in capsys.readouterr().err
 
 
 def columns(statements: Iterable[str]) -> set[str]:
