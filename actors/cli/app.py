@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
+from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.dry_run import show_dry_run
 from headrace.actors.cli.engine import serve
@@ -38,19 +39,11 @@ from headrace.actors.cli.output import (
     write_json,
 )
 from headrace.actors.cli.remote_runs import (
-    Address,
-    KeyPath,
-    Owner,
-    Url,
     absent_lines,
-    access,
     recover_run,
-    required_access,
-    resume_run,
-    show_report,
+    show_change,
     show_run,
     show_runs,
-    submission_access,
     submit_run,
 )
 from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
@@ -59,6 +52,7 @@ from headrace.actors.cli.servers import observe, retriever_app
 from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.cli.trace import trace_app
+from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.run import exit_codes
 from headrace.serve.gateway.exports.export_form import ExportForm
 
@@ -100,8 +94,10 @@ def root(
 
 
 @app.command()
+@on_cluster
 def run(
     recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")],
+    cluster: ClusterOptions,
     name: Annotated[str, typer.Option(help="Name of the run; by default the recipe's name and a number.")] = "",
     runs_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed; same as --set service.seed=N.")] = None,
@@ -121,17 +117,13 @@ def run(
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
-    address: Address = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the run is submitted to the cluster; it goes on there.")
     ] = False,
-    owner: Owner = "",
     quotas: Annotated[
         Path | None,
         typer.Option(help="File of quotas and grants, set by the first run on a cluster (docs/control_api.md)."),
     ] = None,
-    url: Url = None,
-    key_file: KeyPath = None,
 ) -> None:
     """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory. With
     `--address`, `--url` or `cluster.address` in the recipe, the run is submitted to a cluster and needs no process
@@ -148,10 +140,10 @@ def run(
     if dry_run:
         show_dry_run(recipe, on or (), settings, json=json)
         return
-    if on and (url is not None or address is not None):
+    if on and (cluster.url is not None or cluster.address is not None):
         raise ConfigError("--on: machine files are for runs on this machine; put the keys into the recipe or --set")
-    if (cluster := submission_access(recipe, settings, url, key_file, address, owner, quotas)) is not None:
-        raise typer.Exit(submit_run(cluster, recipe, name=name, overrides=settings, detach=detach, json=json))
+    if (access := cluster.submission(recipe, settings, quotas)) is not None:
+        raise typer.Exit(submit_run(access, recipe, name=name, overrides=settings, detach=detach, json=json))
     chosen = name or free_folder(runs_dir, recipe.stem).name
     request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
     config, directory = prepare(request)
@@ -164,8 +156,10 @@ def run(
 
 
 @app.command()
+@on_cluster
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
+    cluster: ClusterOptions,
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
@@ -190,20 +184,16 @@ def resume(
         list[str] | None,
         typer.Option("--set", help="Change a key that does not define the run (table.key=value); may be repeated."),
     ] = None,
-    address: Address = None,
-    owner: Owner = "",
-    url: Url = None,
-    key_file: KeyPath = None,
 ) -> None:
     """Resume a run from its last checkpoint and its ledger, after reporting what is kept, restarted and lost."""
     from headrace.actors.run.launch import change, drive, reopen
     from headrace.actors.run.resume import ResumePreparation
 
     if from_storage:
-        recover_run(required_access(url, key_file, address, owner), str(run_dir), json=json)
+        recover_run(cluster.required(), str(run_dir), json=json)
         return
-    if (cluster := access(url, key_file, address, owner)) is not None:
-        resume_run(cluster, str(run_dir), changes=changes or (), json=json)
+    if (access := cluster.access()) is not None:
+        show_change(access.call_on(RunsApi.resume, str(run_dir), tuple(changes or ())), json)
         return
     if changes:
         change(run_dir, changes)
@@ -268,14 +258,12 @@ def evaluate(
 
 
 @app.command()
+@on_cluster
 def status(
+    cluster: ClusterOptions,
     run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run directory; by default all runs.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder to search for runs.")] = Path("runs"),
     json: Json = None,
-    address: Address = None,
-    owner: Owner = "",
-    url: Url = None,
-    key_file: KeyPath = None,
 ) -> None:
     """Show the state of runs (without --address or --url, it reads run directories only)."""
     from headrace.actors.engines.members_file import read_roster
@@ -284,11 +272,11 @@ def status(
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.run_status import status_of
 
-    if (cluster := access(url, key_file, address, owner)) is not None:
+    if (access := cluster.access()) is not None:
         if run_dir is None:
-            show_runs(cluster, json=json)
+            show_runs(access, json=json)
         else:
-            show_run(cluster, str(run_dir), json=json)
+            show_run(access, str(run_dir), json=json)
         return
     paths = [run_dir] if run_dir is not None else [path.parent for path in sorted(runs_dir.glob("*/config.json"))]
     found = []
@@ -333,13 +321,11 @@ def status(
 
 
 @app.command()
+@on_cluster
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
+    cluster: ClusterOptions,
     json: Json = None,
-    address: Address = None,
-    owner: Owner = "",
-    url: Url = None,
-    key_file: KeyPath = None,
 ) -> None:
     """Report the scheduling of a run: staleness, outcomes by rollout duration, saturated stations, parked tasks."""
     from headrace.actors.run.launch import reopen
@@ -348,8 +334,8 @@ def report(
     from headrace.actors.telemetry.slow.terminal_text import CAUSES, printable
     from headrace.actors.telemetry.slow.verdicts import explain
 
-    if (cluster := access(url, key_file, address, owner)) is not None:
-        show_report(cluster, str(run_dir), json=json)
+    if (access := cluster.access()) is not None:
+        write_json(access.call_on(RunsApi.report, str(run_dir)), json or Path("-"))
         return
     directory = reopen(run_dir)[1]
     told, causes = report_of(directory), explain(read_times(directory.path)).causes[:CAUSES]

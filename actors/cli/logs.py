@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
+from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
 from headrace.actors.cli.output import say
-from headrace.actors.cli.remote_runs import Address, KeyPath, Owner, Url, access, print_logs
+from headrace.actors.cli.remote_runs import print_logs
 from headrace.actors.errors import ConfigError, RunRefused
 from headrace.actors.record.files.log_lines import RunLogs, Wanted, actor_of, logs_in
 
@@ -30,8 +31,10 @@ FOLLOW_S: Final = 0.5
 """Interval between two looks for new lines."""
 
 
+@on_cluster
 def logs(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
+    cluster: ClusterOptions,
     actor: Annotated[str | None, typer.Argument(metavar="[ACTOR]", help="Actor; by default all.")] = None,
     rollout: Annotated[
         str | None, typer.Option("--rollout", metavar="ID", help="Only what was logged for this rollout.")
@@ -46,10 +49,6 @@ def logs(
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the JSON lines to this file ('-' is standard output).")
     ] = None,
-    address: Address = None,
-    owner: Owner = "",
-    url: Url = None,
-    key_file: KeyPath = None,
 ) -> None:
     """Print the logs of a run's actors in the order of time: those in the run directory of this host, with the copies
     that it has from other nodes. Over --address and --url, one actor after another unless --rollout is given."""
@@ -58,12 +57,12 @@ def logs(
     if attempt is not None and rollout is None:
         raise ConfigError("--attempt needs --rollout: name the rollout whose attempt this is")
     wanted = Wanted(actor=actor, rollout=rollout, attempt=attempt)
-    if (cluster := access(url, key_file, address, owner)) is None:
+    if (access := cluster.access()) is None:
         _print(reopen(run_dir)[1], wanted, follow=follow, limit_bytes=limit_bytes, json=json)
         return
     if json is not None or limit_bytes is not None:
         raise ConfigError("--json and --limit-bytes need the run directory: leave them out with --address or --url")
-    print_logs(cluster, str(run_dir), wanted, follow=follow, render=as_text)
+    print_logs(access, str(run_dir), wanted, follow=follow, render=as_text)
 
 
 def as_text(event: Mapping[str, Any]) -> str:

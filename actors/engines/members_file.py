@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import orjson
+from pydantic import TypeAdapter
 
 from headrace.actors.engines.registry import EngineState, Origin
 from headrace.buffer.primitives.durable_files import write_private
@@ -76,13 +76,7 @@ class Roster:
         write_private(path, orjson.dumps(document))
 
 
-def engine_status(record: Mapping[str, Any]) -> EngineStatus:
-    """Return the status in decoded JSON; unknown keys, of other versions, are ignored. Raises KeyError, TypeError,
-    ValueError."""
-    known = {item.name for item in fields(EngineStatus)}
-    values = {key: value for key, value in record.items() if key in known}
-    typed = {"origin": Origin(record["origin"]), "state": EngineState(record["state"])}
-    return EngineStatus(**{**values, **typed})
+_ROSTER: Final = TypeAdapter(Roster)
 
 
 def read_roster(path: Path) -> Roster:
@@ -91,14 +85,7 @@ def read_roster(path: Path) -> Roster:
     if not path.exists():
         return Roster()
     try:
-        document = orjson.loads(path.read_bytes())
-        return Roster(
-            engines=tuple(engine_status(record) for record in document["engines"]),
-            started=document["started"],
-            retired=frozenset(document["retired"]),
-            incarnation=document["incarnation"],
-            time_s=document["time_s"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return _ROSTER.validate_json(path.read_bytes())
+    except ValueError as error:
         logger.warning("%s is damaged (%r): it is replaced, and its engines are not taken over", path, error)
         return Roster()

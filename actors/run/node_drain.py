@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.rollouts.dispatcher import Dispatcher, RolloutsLeft
 from headrace.actors.runtime.actors.operations import until_back
 
 if TYPE_CHECKING:
     from headrace.actors.engines.group import EngineGroup
+    from headrace.actors.rollouts.dispatcher import Dispatcher, RolloutsLeft
     from headrace.actors.training.learner import LearnerLoop
 
 REST_S: Final = 90.0

@@ -11,6 +11,7 @@ import pytest
 from benches.cluster.soak import deploy_api
 
 from headrace.actors.cluster.api.client import ControlClient
+from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.cluster.runs.records import ActualState, RunRecord
 from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused, RunUnknown
 from headrace.actors.run.config import read_recipe
@@ -53,7 +54,7 @@ class Api:
 
     async def submit(self, key: str, name: str, **tables: Any) -> RunRecord:
         async with self.client(key) as client:
-            return await client.submit(name, self.recipe | tables, name)
+            return await client.ask(RunsApi.submit, name, self.recipe | tables, name)
 
     async def refusal(self, key: str, name: str, **tables: Any) -> str:
         with pytest.raises(RoleTooSmall) as refused:
@@ -67,11 +68,11 @@ class Api:
         async with self.client(key) as client:
             async for _ in client.events(run.run_id):
                 pass
-            return await client.run(run.run_id)
+            return await client.ask(RunsApi.run, run.run_id)
 
     async def stopped(self, key: str, run: RunRecord) -> RunRecord:
         async with self.client(key) as client:
-            await client.stop(run.run_id)
+            await client.ask(RunsApi.stop, run.run_id)
         return await self.ended(key, run)
 
 
@@ -98,23 +99,23 @@ async def test_a_key_sees_runs_of_its_owner(api: Api) -> None:
     assert first in await seen(api, "root")
     assert first not in await seen(api, "bob")
     async with api.client("bob") as bob:
-        for call in (bob.run, bob.status, bob.stop, bob.resume):
+        for method in (RunsApi.run, RunsApi.status, RunsApi.stop, RunsApi.resume):
             with pytest.raises(RunUnknown):
-                await call(first.run_id)
+                await bob.ask(method, first.run_id)
 
 
 async def seen(api: Api, key: str) -> tuple[RunRecord, ...]:
     async with api.client(key) as client:
-        return await client.runs()
+        return await client.ask(RunsApi.runs)
 
 
 async def test_only_an_admin_sees_nodes(api: Api) -> None:
     for key in (*OWNERS["alice"], *OWNERS["bob"]):
         async with api.client(key) as client:
             with pytest.raises(RoleTooSmall, match="admin is needed"):
-                await client.nodes()
+                await client.ask(RunsApi.nodes)
     async with api.client("root") as client:
-        assert await client.nodes()
+        assert await client.ask(RunsApi.nodes)
 
 
 async def test_registered_parts_are_submitted_and_changed_from_operate_on(api: Api) -> None:
@@ -126,7 +127,7 @@ async def test_registered_parts_are_submitted_and_changed_from_operate_on(api: A
         await api.stopped("alice-read", run)
     assert (await api.stopped("root", run)).actual is ActualState.STOPPED
     async with api.client("alice") as client:
-        await client.resume(run.run_id, ("training.steps=2",))
+        await client.ask(RunsApi.resume, run.run_id, ("training.steps=2",))
         assert (await api.ended("alice", run)).actual is ActualState.FINISHED
         texts = [event.text async for event in client.events(run.run_id)]
     names = {key: f"key {digest_of(key).hex()[:12]}" for key in ("alice", "root")}
@@ -199,7 +200,7 @@ async def test_secrets_are_sent_by_name_and_only_those_of_the_owner(api: Api, cl
     api.allow("")
     for key in ("alice", "root"):
         async with api.client(key) as client:
-            await client.resume(run.run_id)
+            await client.ask(RunsApi.resume, run.run_id)
         failed = await api.ended(key, run)
         assert (failed.actual, "services.x.key_file" in failed.reason) == (ActualState.FAILED, True)
 
@@ -221,15 +222,15 @@ async def test_a_run_that_names_code_is_changed_from_the_role_code_on(api: Api) 
     await api.stopped("alice", run)
     async with api.client("alice") as alice:
         with pytest.raises(RoleTooSmall, match=r"model\.path"):
-            await alice.resume(run.run_id, ("training.steps=2",))
+            await alice.ask(RunsApi.resume, run.run_id, ("training.steps=2",))
         with pytest.raises(RoleTooSmall, match=r"model\.path"):
-            await alice.add_engine(run.run_id, "http://192.0.2.1:1", 1)
-        resumed = await alice.resume(run.run_id)
+            await alice.ask(RunsApi.add_engine, run.run_id, "http://192.0.2.1:1", 1)
+        resumed = await alice.ask(RunsApi.resume, run.run_id)
     assert resumed.names_code, "it goes on as it was submitted"
     await api.stopped("alice", run)
     async with api.client("alice-code") as client:
         with pytest.raises(RunRefused, match="resume it first"):
-            await client.add_engine(run.run_id, "http://192.0.2.1:1", 1)
+            await client.ask(RunsApi.add_engine, run.run_id, "http://192.0.2.1:1", 1)
 
 
 def test_every_key_is_of_an_owner(tmp_path: Path) -> None:

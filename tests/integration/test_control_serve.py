@@ -18,7 +18,7 @@ import pytest
 
 from headrace.actors.cluster.api import ControlArguments, build
 from headrace.actors.cluster.api.client import ControlClient
-from headrace.actors.cluster.runs.contract import ACTOR_NAME
+from headrace.actors.cluster.runs.contract import ACTOR_NAME, RunsApi
 from headrace.actors.cluster.runs.records import ActualState, RunEvent
 from headrace.actors.errors import RunsMissing
 from headrace.actors.runtime.actors.nodes import NAMESPACE
@@ -93,12 +93,12 @@ def replicas() -> list[int]:
 async def test_a_cluster_without_runs_is_404_with_the_fix(served: Served) -> None:
     async with ControlClient(served.url, "alice") as client:
         with pytest.raises(RunsMissing, match="headrace run --address"):
-            await client.runs()
+            await client.ask(RunsApi.runs)
 
 
 async def test_no_event_is_missed_when_a_replica_is_killed(served: Served, runs: RunsWithoutServices) -> None:
     async with CountingClient(served.url, "alice", patience_s=WAIT_S) as client:
-        run = (await client.submit("a", RECIPE, "k")).run_id
+        run = (await client.ask(RunsApi.submit, "a", RECIPE, "k")).run_id
         seen: list[list[RunEvent]] = [[] for _ in range(STREAMS)]
         half = asyncio.Barrier(STREAMS + 1)
 
@@ -131,7 +131,7 @@ async def test_a_browser_sees_the_page_of_a_run_from_every_replica(
     served: Served, runs: RunsWithoutServices, run_folder: Path
 ) -> None:
     async with ControlClient(served.url, "alice", patience_s=WAIT_S) as client:
-        run = (await client.submit("page", RECIPE, "k-page")).run_id
+        run = (await client.ask(RunsApi.submit, "page", RECIPE, "k-page")).run_id
     await runs.show(run, run_folder)
     root = f"{served.url}/v1/runs/{run}/page/"
     async with aiohttp.ClientSession(
@@ -155,12 +155,12 @@ async def test_a_browser_sees_the_page_of_a_run_from_every_replica(
 
 async def test_a_restarted_actor_is_found_again(served: Served, runs: RunsWithoutServices) -> None:
     async with ControlClient(served.url, "alice", patience_s=WAIT_S) as client:
-        record = await client.submit("b", RECIPE, "k2")
+        record = await client.ask(RunsApi.submit, "b", RECIPE, "k2")
         async with asyncio.timeout(WAIT_S):
             handle = await runs._resolved()  # type: ignore[attr-defined]
             process, _ = await handle.stats.remote(begin=False)
             os.kill(process.id, signal.SIGKILL)
-            assert await client.run(record.run_id) == record
+            assert await client.ask(RunsApi.run, record.run_id) == record
 
 
 async def test_malformed_bodies_give_no_server_error(served: Served, runs: RunsWithoutServices) -> None:

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,27 @@ from typing import Any
 
 import orjson
 
-from headrace.actors.cluster.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness, RunsApi
+from headrace.actors.cluster.runs.contract import (
+    EngineChange,
+    EventPage,
+    LogPage,
+    NodeDrained,
+    NodeStatus,
+    Readiness,
+    RunsApi,
+    perform,
+)
 from headrace.actors.cluster.runs.grants import Rights
 from headrace.actors.cluster.runs.quotas import Quotas, next_to_start, refuse_oversized
 from headrace.actors.cluster.runs.records import (
+    RAY_USER,
     ActualState,
     Build,
     Caller,
     Demands,
     DesiredState,
     Recipe,
+    Role,
     RunId,
     RunRecord,
     Submission,
@@ -52,6 +63,8 @@ RECIPE: dict[str, dict[str, Any]] = {
     "agent": {"kind": "simulated"},
 }
 
+ALICE = replace(RAY_USER, owner="alice")
+"""Caller of `RunsApi` whose runs those of the key `alice` are."""
 
 NODE = NodeStatus(
     node="ab" * 28,
@@ -94,62 +107,66 @@ class RunsWithoutServices:
         """Folders of runs that have a page."""
         self.pages = MountedPages()
 
-    async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
+    async def perform(self, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:
+        return await perform(self, name, caller, arguments)
+
+    async def submit(self, caller: Caller, name: str, recipe: Recipe, idempotency_key: str) -> RunRecord:
+        submission = Submission(name=name, owner=caller.owner, recipe=recipe, idempotency_key=idempotency_key)
         build = self._build(submission.recipe, submission.owner, caller)
         refuse_oversized(submission.owner, build.demands, self._quotas)
         record = self._table.submit(submission, build, run_id=RunId(uuid.uuid4().hex), now_s=time.time(), caller=caller)
         await self._start_next()
         return self._table.get(record.run_id)
 
-    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
-        return self._table.runs(owner)
+    async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
+        return self._table.runs(None if caller.role is Role.ADMIN else caller.owner)
 
-    async def run(self, run_id: RunId) -> RunRecord:
+    async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         return self._table.get(run_id)
 
-    async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
+    async def drain(self, caller: Caller, run_id: RunId) -> RunRecord:
         return await self._end(run_id, DesiredState.DRAINED, caller)
 
-    async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
+    async def stop(self, caller: Caller, run_id: RunId) -> RunRecord:
         return await self._end(run_id, DesiredState.STOPPED, caller)
 
-    async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
+    async def upgrade(self, caller: Caller, run_id: RunId) -> RunRecord:
         # Without a service there is nothing to save.
         self._table.renew(run_id, build_of(self._table.recipe(run_id)), now_s=time.time())
         await self._start_next()
         return self._table.get(run_id)
 
-    async def nodes(self) -> tuple[NodeStatus, ...]:
+    async def nodes(self, caller: Caller) -> tuple[NodeStatus, ...]:
         """Return one node, which has all live runs."""
         live = tuple(record.run_id for record in self._table.runs() if record.is_live)
         return (replace(NODE, runs=live),)
 
-    async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
+    async def drain_node(self, caller: Caller, node: str, deadline_s: float = 60.0) -> NodeDrained:
         if node not in (NODE.node, NODE.address):
             raise ConfigError(f"no living node has the address or id {node!r}")
-        left = {run_id: RunLeft(workers=1, ended=2) for run_id in (await self.nodes())[0].runs}
+        left = {run_id: RunLeft(workers=1, ended=2) for run_id in (await self.nodes(caller))[0].runs}
         return NodeDrained(node=NODE.node, address=NODE.address, runs=left)
 
-    async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
+    async def resume(self, caller: Caller, run_id: RunId, changes: tuple[str, ...] = ()) -> RunRecord:
         recipe = changed_document(self._table.recipe(run_id), changes)
         build = self._build(recipe, self._table.get(run_id).owner, caller)
         self._table.requeue(run_id, build, recipe=recipe, now_s=time.time(), caller=caller)
         await self._start_next()
         return self._table.get(run_id)
 
-    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+    async def events(self, caller: Caller, run_id: RunId, after: int, wait_s: float) -> EventPage:
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
+            async with asyncio.timeout(wait_s), self._changed:
                 await self._changed.wait_for(lambda: self._page(run_id, after) != EventPage(events=(), ended=False))
         except TimeoutError:
             pass
         return self._page(run_id, after)
 
-    async def status(self, run_id: RunId) -> dict[str, Any]:
+    async def status(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         record = self._table.get(run_id)
         return {"run": record.name, "state": record.actual.value}
 
-    async def report(self, run_id: RunId) -> dict[str, Any]:
+    async def report(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         self._table.get(run_id)
         return {"steps": 0}
 
@@ -164,7 +181,7 @@ class RunsWithoutServices:
         except RunError as error:
             raise RunRefused(str(error)) from error
 
-    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+    async def engines(self, caller: Caller, run_id: RunId) -> tuple[EngineStatus, ...]:
         self._table.get(run_id)
         return tuple(
             EngineStatus(
@@ -178,25 +195,34 @@ class RunsWithoutServices:
             for name, url in self._engines.get(run_id, {}).items()
         )
 
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
+    async def add_engine(self, caller: Caller, run_id: RunId, url: str, timeout_s: float = 120.0) -> EngineChange:
         engines = self._live_engines(run_id)
         known = [name for name, its_url in engines.items() if its_url == url]
         name = known[0] if known else f"added-{len(engines) + 1}"
         engines[name] = url
-        return name
+        return EngineChange(engine_id=name, done="add")
 
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
+    async def remove_engine(
+        self, caller: Caller, run_id: RunId, engine_id: str, timeout_s: float = 120.0
+    ) -> EngineChange:
         if self._live_engines(run_id).pop(engine_id, None) is None:
             raise EngineUnknown(f"there is no engine {engine_id}")
-        return engine_id
+        return EngineChange(engine_id=engine_id, done="remove")
 
-    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
+    async def trainer(self, caller: Caller, run_id: RunId, call: TrainerCall) -> bytes:
         self._live_engines(run_id)
         if self.learner is None:
             raise RunRefused("the run trains by itself")
         return await self.learner.call(call)
 
-    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+    async def logs(
+        self,
+        caller: Caller,
+        run_id: RunId,
+        actor: str | None = None,
+        after: str = "",
+        limit_bytes: int = 1 << 20,
+    ) -> LogPage:
         """Return the events as log lines, those about a loss as warnings; the only actor is `service`."""
         if actor not in (None, "service"):
             raise RunRefused(f"run {run_id} has no actor {actor}: its actors are service")
@@ -214,7 +240,7 @@ class RunsWithoutServices:
             cursor = str(event.number)
         return LogPage(lines=tuple(lines), cursor=cursor)
 
-    async def ready(self, run_id: RunId) -> Readiness:
+    async def ready(self, caller: Caller, run_id: RunId) -> Readiness:
         runs = self._table.get(run_id).actual is ActualState.RUNNING
         serves = bool(self._engines.get(run_id))
         problems = () if serves else ("no engine serves",)
@@ -310,4 +336,4 @@ async def serving(app: Any) -> AsyncIterator[str]:
                 server.should_exit = True
 
 
-__all__ = ["NODE", "RECIPE", "FoundRuns", "RunsWithoutServices", "build_of", "serving"]
+__all__ = ["ALICE", "NODE", "RECIPE", "FoundRuns", "RunsWithoutServices", "build_of", "serving"]

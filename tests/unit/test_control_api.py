@@ -13,12 +13,12 @@ import pytest
 from headrace.actors.cluster.api import refusals
 from headrace.actors.cluster.api.bodies import MAX_BODY_BYTES, MAX_DEPTH
 from headrace.actors.cluster.runs.quotas import Quota, Quotas
-from headrace.actors.cluster.runs.records import RAY_USER, ActualState, RunId
+from headrace.actors.cluster.runs.records import ActualState, RunId
 from headrace.actors.errors import ActorLost, CannotBePlaced, RunsMissing
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
 from support.control_rig import Answer, ControlRig, malformed
-from support.runs_without_services import NODE, RECIPE
+from support.runs_without_services import ALICE, NODE, RECIPE
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = "0" * 32
@@ -53,7 +53,7 @@ async def test_a_recipe_that_names_code_or_a_file_needs_the_role_code(
     refused = await rig.call("POST", "/v1/runs", body, idempotency_key="k")
     assert (refused.status, refused.code) == (403, "role_too_small")
     assert message in refused.document["error"]["message"]
-    assert (await rig.runs.runs(None)) == ()
+    assert (await rig.runs.runs(ALICE)) == ()
     accepted = await rig.call("POST", "/v1/runs", body, key="alice-code", idempotency_key="k")
     assert (accepted.status, accepted.document["names_code"]) == (201, True)
 
@@ -106,7 +106,7 @@ async def test_a_run_of_another_owner_does_not_exist(rig: ControlRig, method: st
     assert (foreign.status, foreign.code) == (404, "run_unknown")
     assert foreign.body == absent.body.replace(ABSENT.encode(), run.encode())
     assert (malformed.status, malformed.code) == (404, "run_unknown")
-    assert (await rig.runs.run(run)).actual is ActualState.STARTING
+    assert (await rig.runs.run(ALICE, run)).actual is ActualState.STARTING
 
 
 async def test_an_admin_sees_the_runs_of_all_owners(rig: ControlRig) -> None:
@@ -133,7 +133,7 @@ async def test_a_key_for_reading_changes_nothing(rig: ControlRig) -> None:
         answer = await rig.call(method, path, key="alice-read", idempotency_key="k")
         assert (answer.status, answer.code) == (403, "role_too_small")
     assert (await rig.call("GET", f"/v1/runs/{run}/status", key="alice-read")).status == 200
-    assert (await rig.runs.run(run)).actual is ActualState.STARTING
+    assert (await rig.runs.run(ALICE, run)).actual is ActualState.STARTING
 
 
 async def test_requests_without_a_valid_key_are_refused(rig: ControlRig) -> None:
@@ -211,7 +211,7 @@ async def test_readiness_names_what_is_not_ready(rig: ControlRig) -> None:
     not_ready = await rig.call("GET", f"/readyz?run={run}", key="alice-read")
     assert not_ready.status == 503
     assert (not_ready.document["ready"], not_ready.document["problems"]) == (False, ["no engine serves"])
-    await rig.runs.add_engine(run, "http://h:1", 1.0, RAY_USER)
+    await rig.runs.add_engine(ALICE, run, "http://h:1", 1.0)
     await rig.runs.go(run, ActualState.RUNNING)
     ready = await rig.call("GET", f"/readyz?run={run}", key="alice-read")
     assert (ready.status, ready.document["ready"]) == (200, True)
@@ -257,7 +257,7 @@ async def test_a_run_above_its_quota_is_refused_and_others_wait_in_order(tmp_pat
     waiting = (await rig.call("GET", f"/v1/runs/{second}")).document
     assert waiting["actual"] == "waiting"
     assert waiting["reason"].startswith("needs runs 1; the quota of alice is 1, held: 1 by first (")
-    assert (await rig.runs.run(other)).actual is ActualState.STARTING
+    assert (await rig.runs.run(ALICE, other)).actual is ActualState.STARTING
     await rig.call("POST", f"/v1/runs/{first}/stop")
     assert (await rig.call("GET", f"/v1/runs/{second}")).document["actual"] == "starting"
 
@@ -273,7 +273,7 @@ async def test_a_run_above_its_quota_is_refused_and_others_wait_in_order(tmp_pat
         ({"name": "a", "recipe": {}, "owner": "bob"}, "unknown key owner"),
         ({"name": "a b", "recipe": {}}, "name: String should match"),
         ({"name": 7, "recipe": {}}, "name: Input should be a valid string"),
-        ({"name": "a", "recipe": {"model": 7}}, "recipe.model: Input should be a valid dictionary"),
+        ({"name": "a", "recipe": {"model": 7}}, "recipe.model: Input should be an object"),
     ],
 )
 async def test_malformed_submissions_are_refused_in_one_line(rig: ControlRig, body: Any, message: str) -> None:
@@ -294,7 +294,7 @@ LEASE = "a" * 32
         ("commit", {}, "lease is missing: set it"),
         ("commit", {"lease": LEASE, "metrics": {"loss": "low"}}, "metrics.loss: Input should be a valid number"),
         ("commit", {"lease": "../x"}, "lease: String should match"),
-        ("release", {"lease": LEASE, "refused": ["r-1"]}, "refused: Input should be a valid dictionary"),
+        ("release", {"lease": LEASE, "refused": ["r-1"]}, "refused: Input should be an object"),
         ("weights", {"version": "1.1"}, "name a directory, or set pushed to true"),
         ("weights", {"version": "1.1", "directory": "weights"}, "directory: String should match"),
     ],
@@ -343,8 +343,8 @@ async def test_a_body_is_not_read_without_a_key(rig: ControlRig) -> None:
     ("target", "message"),
     [
         ("/v1/runs?state=x", "unknown query parameter 'state'"),
-        ("/v1/runs/RUN/logs?limit_bytes=-1", "limit_bytes must be a whole number"),
-        ("/v1/runs/RUN/logs?limit_bytes=99999999", "limit_bytes must be a whole number"),
+        ("/v1/runs/RUN/logs?limit_bytes=-1", "limit_bytes: Input should be greater than or equal to 0"),
+        ("/v1/runs/RUN/logs?limit_bytes=99999999", "limit_bytes: Input should be less than or equal to 4194304"),
         ("/v1/runs/RUN/logs?actor=a&actor=b", "came twice"),
     ],
 )

@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 
 from headrace.actors.cluster.api.client import ControlClient
+from headrace.actors.cluster.runs.contract import EngineChange, RunsApi
 from headrace.actors.cluster.runs.quotas import Quota, Quotas
-from headrace.actors.cluster.runs.records import RAY_USER, ActualState, RunEvent
+from headrace.actors.cluster.runs.records import ActualState, RunEvent, RunId
 from headrace.actors.errors import (
     ActorLost,
     ApiRefused,
@@ -28,9 +29,10 @@ from headrace.actors.errors import (
 from headrace.actors.runtime.actors import event_stream
 from support.control_rig import ControlRig
 from support.cutting_proxy import cutting_proxy
-from support.runs_without_services import RECIPE, serving
+from support.runs_without_services import ALICE, RECIPE, serving
 
 WAIT_S = 30
+ADDED = EngineChange(engine_id="added-1", done="add")
 
 
 @pytest.fixture
@@ -56,79 +58,77 @@ async def collect(client: ControlClient, run_id: str, **options: Any) -> list[Ru
 
 
 async def test_every_call_has_a_typed_answer(rig: ControlRig, client: ControlClient) -> None:
-    record = await client.submit("a", RECIPE, "k")
-    assert record == await rig.runs.run(record.run_id)
-    assert await client.runs() == (record,)
-    assert await client.run(record.run_id) == record
-    assert await client.status(record.run_id) == {"run": "a", "state": "starting"}
-    assert await client.report(record.run_id) == {"steps": 0}
-    assert await client.add_engine(record.run_id, "http://h:1", 5) == "added-1"
-    assert await client.engines(record.run_id) == await rig.runs.engines(record.run_id)
-    assert not (await client.ready(record.run_id)).is_ready
+    record = await client.ask(RunsApi.submit, "a", RECIPE, "k")
+    assert record == await rig.runs.run(ALICE, record.run_id)
+    assert await client.ask(RunsApi.runs) == (record,)
+    assert await client.ask(RunsApi.run, record.run_id) == record
+    assert await client.ask(RunsApi.status, record.run_id) == {"run": "a", "state": "starting"}
+    assert await client.ask(RunsApi.report, record.run_id) == {"steps": 0}
+    assert await client.ask(RunsApi.add_engine, record.run_id, "http://h:1", 5) == ADDED
+    assert await client.ask(RunsApi.engines, record.run_id) == await rig.runs.engines(ALICE, record.run_id)
     await rig.runs.go(record.run_id, ActualState.RUNNING)
-    assert (await client.ready(record.run_id)).is_ready
-    assert await client.remove_engine(record.run_id, "added-1", 5) == "added-1"
-    page = await client.logs(record.run_id, actor="service")
+    assert await client.ask(RunsApi.remove_engine, record.run_id, "added-1", 5) == EngineChange(
+        engine_id="added-1", done="remove"
+    )
+    page = await client.ask(RunsApi.logs, record.run_id, actor="service")
     assert len(page.lines) == 3
-    assert (await client.logs(record.run_id, after=page.cursor)).lines == ()
-    assert (await client.drain(record.run_id)).actual is ActualState.DRAINED
-    assert (await client.resume(record.run_id, ("training.steps=2",))).actual is ActualState.STARTING
-    assert (await client.stop(record.run_id)).actual is ActualState.STOPPED
+    assert (await client.ask(RunsApi.logs, record.run_id, after=page.cursor)).lines == ()
+    assert (await client.ask(RunsApi.drain, record.run_id)).actual is ActualState.DRAINED
+    assert (await client.ask(RunsApi.resume, record.run_id, ("training.steps=2",))).actual is ActualState.STARTING
+    assert (await client.ask(RunsApi.stop, record.run_id)).actual is ActualState.STOPPED
 
 
 async def test_errors_are_those_of_the_service(rig: ControlRig, client: ControlClient, url: str) -> None:
-    run = (await client.submit("a", RECIPE, "k")).run_id
+    run = (await client.ask(RunsApi.submit, "a", RECIPE, "k")).run_id
     with pytest.raises(SubmissionConflict, match="use a new key"):
-        await client.submit("b", RECIPE, "k")
+        await client.ask(RunsApi.submit, "b", RECIPE, "k")
     with pytest.raises(RunRefused, match="choose another name"):
-        await client.submit("a", RECIPE, "k2")
+        await client.ask(RunsApi.submit, "a", RECIPE, "k2")
     with pytest.raises(ConfigError, match="unknown key model\\.x"):
-        await client.submit("b", {**RECIPE, "model": {"x": 1}}, "k3")
+        await client.ask(RunsApi.submit, "b", {**RECIPE, "model": {"x": 1}}, "k3")
     with pytest.raises(RunUnknown):
-        await client.run("no id?")
+        await client.ask(RunsApi.run, RunId("no id?"))
     with pytest.raises(EngineUnknown):
-        await client.remove_engine(run, "a b?", 1)
+        await client.ask(RunsApi.remove_engine, run, "a b?", 1)
     with pytest.raises(RunRefused, match="cannot be resumed"):
-        await client.resume(run)
+        await client.ask(RunsApi.resume, run)
     async with ControlClient(url, "wrong") as other:
         with pytest.raises(ApiRefused, match="unknown"):
-            await other.runs()
+            await other.ask(RunsApi.runs)
         with pytest.raises(ApiRefused, match="unknown"):
             await collect(other, run)
     async with ControlClient(url, "bob") as other:
         with pytest.raises(RunUnknown):
             await collect(other, run)
-        with pytest.raises(RunUnknown):
-            await other.ready(run)
     for error in (RunsMissing("start it"), CannotBePlaced("no node")):
         rig.found.error = error
         with pytest.raises(type(error), match=str(error)):
-            await client.runs()
+            await client.ask(RunsApi.runs)
 
 
 async def test_a_run_that_never_fits_is_refused(tmp_path: Path) -> None:
     rig = ControlRig(tmp_path, Quotas(default=Quota(rollouts=1)))
     async with serving(rig.app) as url, ControlClient(url, "alice") as client:
         with pytest.raises(QuotaExceeded, match="raise the quota"):
-            await client.submit("a", RECIPE, "k")
+            await client.ask(RunsApi.submit, "a", RECIPE, "k")
 
 
 async def test_requests_are_repeated_while_the_service_is_away(rig: ControlRig, client: ControlClient) -> None:
     rig.found.error = ActorLost("restarting")
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(client.submit("a", RECIPE, "k"))
+        waiting = tasks.create_task(client.ask(RunsApi.submit, "a", RECIPE, "k"))
         await rig.found.until_forgotten(2)
         assert not waiting.done()
         rig.found.error = None
-    assert (await rig.runs.runs("alice")) == (waiting.result(),)
+    assert (await rig.runs.runs(ALICE)) == (waiting.result(),)
 
 
 async def test_a_submission_whose_answer_is_lost_makes_one_run(rig: ControlRig, url: str) -> None:
     async with cutting_proxy(url) as proxy, ControlClient(proxy.url, "alice", patience_s=WAIT_S) as client:
         proxy.cut(0, 1)
-        record = await client.submit("a", RECIPE, "k")
+        record = await client.ask(RunsApi.submit, "a", RECIPE, "k")
         assert proxy.answers == 3
-    assert await rig.runs.runs("alice") == (record,)
+    assert await rig.runs.runs(ALICE) == (record,)
 
 
 async def test_an_api_that_stays_away_is_an_error(url: str) -> None:
@@ -136,7 +136,7 @@ async def test_an_api_that_stays_away_is_an_error(url: str) -> None:
         gone = proxy.url
     async with ControlClient(gone, "alice", patience_s=0.5) as client:
         with pytest.raises(ActorLost, match="check --url"):
-            await client.runs()
+            await client.ask(RunsApi.runs)
         with pytest.raises(ActorLost, match="check --url"):
             await collect(client, "0" * 32)
     with pytest.raises(ConfigError, match="must begin with http"):
@@ -144,7 +144,7 @@ async def test_an_api_that_stays_away_is_an_error(url: str) -> None:
 
 
 async def test_events_come_until_the_run_has_ended(rig: ControlRig, client: ControlClient) -> None:
-    run = (await client.submit("a", RECIPE, "k")).run_id
+    run = (await client.ask(RunsApi.submit, "a", RECIPE, "k")).run_id
     async with asyncio.TaskGroup() as tasks:
         live = tasks.create_task(collect(client, run))
         await rig.runs.go(run, ActualState.RUNNING)
@@ -160,7 +160,7 @@ async def test_events_come_until_the_run_has_ended(rig: ControlRig, client: Cont
 async def test_a_cut_stream_is_resumed_without_a_loss(rig: ControlRig, url: str) -> None:
     """Every connection is cut again and again, at any byte, while events come."""
     async with cutting_proxy(url) as proxy, ControlClient(proxy.url, "alice", patience_s=WAIT_S) as client:
-        run = (await client.submit("a", RECIPE, "k")).run_id
+        run = (await client.ask(RunsApi.submit, "a", RECIPE, "k")).run_id
         seen: list[RunEvent] = []
 
         async def read() -> None:
@@ -174,7 +174,7 @@ async def test_a_cut_stream_is_resumed_without_a_loss(rig: ControlRig, url: str)
             for number in range(200):
                 await rig.runs.note(run, f"note {number}")
                 await asyncio.sleep(0)
-            await rig.runs.stop(run, RAY_USER)
+            await rig.runs.stop(ALICE, run)
     assert [event.number for event in seen] == list(range(1, len(seen) + 1))
     assert seen[-1].state is ActualState.STOPPED
     assert len(seen) == 200 + 4
@@ -184,7 +184,7 @@ async def test_a_stream_stays_open_while_the_service_is_away(
     rig: ControlRig, client: ControlClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_stream, "AGAIN_S", 0.01)
-    run = (await client.submit("a", RECIPE, "k")).run_id
+    run = (await client.ask(RunsApi.submit, "a", RECIPE, "k")).run_id
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         stream = client.events(run)
         assert [(await anext(stream)).number for _ in range(2)] == [1, 2]
@@ -203,7 +203,7 @@ async def test_a_stream_stays_open_while_the_service_is_away(
 async def test_the_wire_of_events_is_that_of_browsers(rig: ControlRig, url: str) -> None:
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer alice"}) as session:
         run = await _submit(session, url)
-        await rig.runs.stop(run, RAY_USER)
+        await rig.runs.stop(ALICE, run)
         events = f"{url}/v1/runs/{run}/events"
         async with session.get(events) as response:
             assert response.headers["Content-Type"].startswith("text/event-stream")

@@ -9,12 +9,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headrace.actors.cli import remote_nodes, remote_runs
-from headrace.actors.cli.remote_runs import Api
-from headrace.actors.cluster.runs.records import RAY_USER, ActualState, Submission
+from headrace.actors.cli.app import app
+from headrace.actors.cluster.runs.records import ActualState
 from headrace.actors.errors import ConfigError, RoleTooSmall, RunRefused
 from support.control_rig import ControlRig
-from support.runs_without_services import NODE, RECIPE, serving
+from support.runs_without_services import ALICE, NODE, RECIPE, serving
 
 
 @pytest.fixture
@@ -28,29 +27,33 @@ async def url(rig: ControlRig) -> AsyncIterator[str]:
         yield url
 
 
-def api(url: str, folder: Path, key: str) -> Api:
+def options(url: str, folder: Path, key: str) -> tuple[str, ...]:
+    """Return the options of commands with this key."""
     path = folder / f"{key}.key"
     path.touch(mode=0o600)
     path.write_text(f"{key}\n")
-    return Api(url=url, key_file=path)
+    return ("--url", url, "--key-file", str(path))
+
+
+def command(options: tuple[str, ...], *words: str) -> None:
+    app([*words, *options], standalone_mode=False)
 
 
 async def test_nodes_are_listed_and_drained_by_admins(
     rig: ControlRig, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submission = Submission(name="a", owner="alice", recipe=RECIPE, idempotency_key="k")
-    run_id = (await rig.runs.submit(submission, RAY_USER)).run_id
-    root, out = api(url, tmp_path, "root"), tmp_path / "out.json"
+    run_id = (await rig.runs.submit(ALICE, "a", RECIPE, "k")).run_id
+    root, out = options(url, tmp_path, "root"), tmp_path / "out.json"
 
     def session() -> None:
-        remote_nodes.show_nodes(root)
-        remote_nodes.leave_node(root, NODE.address, deadline_s=5, json=out)
+        command(root, "node", "list")
+        command(root, "node", "drain", NODE.address, "--deadline-s", "5", "--json", str(out))
         with pytest.raises(ConfigError, match="`self` needs --address"):
-            remote_nodes.leave_node(root, "self", deadline_s=5)
+            command(root, "node", "drain", "self")
         with pytest.raises(ConfigError, match="no living node"):
-            remote_nodes.leave_node(root, "10.9.9.9", deadline_s=5)
+            command(root, "node", "drain", "10.9.9.9", "--deadline-s", "5")
         with pytest.raises(RoleTooSmall, match="admin is needed"):
-            remote_nodes.show_nodes(api(url, tmp_path, "alice"))
+            command(options(url, tmp_path, "alice"), "node", "list")
 
     await asyncio.to_thread(session)
     printed = capsys.readouterr()
@@ -63,12 +66,11 @@ async def test_nodes_are_listed_and_drained_by_admins(
 async def test_a_live_run_is_upgraded_and_an_ended_one_is_not(
     rig: ControlRig, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submission = Submission(name="a", owner="alice", recipe=RECIPE, idempotency_key="k")
-    run_id = (await rig.runs.submit(submission, RAY_USER)).run_id
-    alice = api(url, tmp_path, "alice")
-    await asyncio.to_thread(remote_runs.upgrade_run, alice, "a")
+    run_id = (await rig.runs.submit(ALICE, "a", RECIPE, "k")).run_id
+    alice = options(url, tmp_path, "alice")
+    await asyncio.to_thread(command, alice, "upgrade", "a")
     assert f"run {run_id} (a): starting, should be running" in capsys.readouterr().err
-    assert "starts under headrace 0" in [event.text for event in (await rig.runs.events(run_id, 0, 0.0)).events]
+    assert "starts under headrace 0" in [event.text for event in (await rig.runs.events(ALICE, run_id, 0, 0.0)).events]
     await rig.runs.go(run_id, ActualState.FINISHED)
     with pytest.raises(RunRefused, match="resume it"):
-        await asyncio.to_thread(remote_runs.upgrade_run, alice, "a")
+        await asyncio.to_thread(command, alice, "upgrade", "a")

@@ -15,17 +15,20 @@ import orjson
 import pytest
 
 from headrace.actors.cli import remote_runs
-from headrace.actors.cli.remote_runs import Api, Event
+from headrace.actors.cli.app import app
+from headrace.actors.cli.cluster_access import Api, user_here
+from headrace.actors.cli.remote_runs import Event
 from headrace.actors.cluster.runs.records import ActualState
 from headrace.actors.errors import ConfigError, RunUnknown
 from headrace.actors.record.files.log_lines import Wanted
 from headrace.actors.run.config import RECIPE_PATHS, named_paths, resolve
 from headrace.actors.telemetry.page.access import digest_of
 from support.control_rig import ControlRig
-from support.runs_without_services import serving
+from support.runs_without_services import ALICE, serving
 
 RECIPE = '[engines]\nbackend = "simulated"\n[learner]\nkind = "simulated"\n[agent]\nkind = "simulated"\n'
 WAIT_S = 30
+NOWHERE = Api(url="http://127.0.0.1:1", key_file=None)
 
 
 @pytest.fixture
@@ -53,6 +56,11 @@ def as_json(event: Event) -> str:
     return orjson.dumps(event).decode()
 
 
+def command(api: Api, *words: str) -> None:
+    """Run a command of `headrace` for the runs of the API."""
+    app([*words, "--url", api.url, "--key-file", str(api.key_file)], standalone_mode=False)
+
+
 async def submit(api: Api, recipe: Path, name: str = "") -> None:
     code = await asyncio.to_thread(remote_runs.submit_run, api, recipe, name=name, overrides=[], detach=True)
     assert code == 0
@@ -65,7 +73,7 @@ async def test_a_detached_run_is_submitted_under_the_name_of_its_recipe(
     await asyncio.to_thread(
         remote_runs.submit_run, api, recipe, name="", overrides=["training.steps=3"], detach=True, json=out
     )
-    [record] = await rig.runs.runs("alice")
+    [record] = await rig.runs.runs(ALICE)
     assert record.name == "small"
     assert orjson.loads(out.read_bytes())["run_id"] == record.run_id
 
@@ -92,7 +100,7 @@ async def test_a_client_that_is_interrupted_only_detaches(
             client.kill()
             await client.wait()
     assert b"detached; the run goes on: headrace events" in told
-    [record] = await rig.runs.runs("alice")
+    [record] = await rig.runs.runs(ALICE)
     assert record.is_live
 
 
@@ -115,7 +123,7 @@ async def test_a_followed_run_gives_its_events_and_exit_code(
     code: int,
 ) -> None:
     await submit(api, recipe)
-    [record] = await rig.runs.runs("alice")
+    [record] = await rig.runs.runs(ALICE)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         following = tasks.create_task(asyncio.to_thread(remote_runs.follow_run, api, "small"))
         await rig.runs.go(record.run_id, ActualState.RUNNING, "first step")
@@ -135,7 +143,7 @@ async def test_a_followed_run_shows_the_warnings_of_its_actors_once(
     rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await submit(api, recipe)
-    [record] = await rig.runs.runs("alice")
+    [record] = await rig.runs.runs(ALICE)
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         following = tasks.create_task(asyncio.to_thread(remote_runs.follow_run, api, "small"))
         await rig.runs.go(record.run_id, ActualState.RUNNING, "node 10.0.0.1 is lost")
@@ -150,22 +158,22 @@ async def test_runs_are_changed_and_shown_by_name(
     rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     await submit(api, recipe)
-    [record] = await rig.runs.runs("alice")
+    [record] = await rig.runs.runs(ALICE)
 
     def session() -> None:
-        remote_runs.add_engine(api, "small", "http://h:1", timeout_s=5)
-        remote_runs.show_engines(api, "small", json=tmp_path / "engines.json")
-        remote_runs.remove_engine(api, "small", "added-1", timeout_s=5)
-        remote_runs.drain_run(api, "small")
-        remote_runs.resume_run(api, record.run_id, changes=["training.steps=2"])
-        remote_runs.stop_run(api, "small", json=tmp_path / "stopped.json")
-        remote_runs.show_runs(api)
-        remote_runs.show_runs(api, json=tmp_path / "runs.json")
-        remote_runs.show_run(api, "small")
-        remote_runs.show_run(api, "small", json=tmp_path / "status.json")
-        remote_runs.show_report(api, "small")
+        command(api, "engine", "add", "http://h:1", "--run", "small", "--timeout-s", "5")
+        command(api, "engine", "list", "--run", "small", "--json", str(tmp_path / "engines.json"))
+        command(api, "engine", "remove", "added-1", "--run", "small", "--timeout-s", "5")
+        command(api, "drain", "small")
+        command(api, "resume", record.run_id, "--set", "training.steps=2")
+        command(api, "stop", "small", "--json", str(tmp_path / "stopped.json"))
+        command(api, "status")
+        command(api, "status", "--json", str(tmp_path / "runs.json"))
+        command(api, "status", "small")
+        command(api, "status", "small", "--json", str(tmp_path / "status.json"))
+        command(api, "report", "small")
         remote_runs.print_logs(api, "small", Wanted(actor="service"), follow=True, render=as_json)
-        remote_runs.show_events(api, "small", after=1)
+        command(api, "events", "small", "--after", "1")
 
     await asyncio.to_thread(session)
     printed = capsys.readouterr()
@@ -178,19 +186,19 @@ async def test_runs_are_changed_and_shown_by_name(
     assert f"{record.run_id}  small  alice  stopped" in printed.err
     report, rest = printed.out[: printed.out.index("}") + 1], printed.out[printed.out.index("}") + 2 :].splitlines()
     assert orjson.loads(report) == {"steps": 0}
-    events = [event.number for event in (await rig.runs.events(record.run_id, 0, 0.0)).events]
+    events = [event.number for event in (await rig.runs.events(ALICE, record.run_id, 0, 0.0)).events]
     assert [orjson.loads(line)["number"] for line in rest] == events + events[1:]
 
 
 async def test_the_newest_run_of_a_name_is_meant(rig: ControlRig, api: Api, recipe: Path) -> None:
     for _ in range(2):
         await submit(api, recipe, "a")
-        await asyncio.to_thread(remote_runs.stop_run, api, "a")
+        await asyncio.to_thread(command, api, "stop", "a")
     await submit(api, recipe, "a")
-    await asyncio.to_thread(remote_runs.drain_run, api, "a")
-    assert [record.actual.value for record in await rig.runs.runs("alice")] == ["stopped", "stopped", "drained"]
+    await asyncio.to_thread(command, api, "drain", "a")
+    assert [record.actual.value for record in await rig.runs.runs(ALICE)] == ["stopped", "stopped", "drained"]
     with pytest.raises(RunUnknown, match="headrace status"):
-        await asyncio.to_thread(remote_runs.drain_run, api, "b")
+        await asyncio.to_thread(command, api, "drain", "b")
 
 
 @pytest.mark.parametrize("path", RECIPE_PATHS, ids=".".join)
@@ -199,8 +207,8 @@ def test_relative_paths_are_refused(tmp_path: Path, path: tuple[str, ...]) -> No
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("")
     with pytest.raises(ConfigError, match=rf"{key} 'data' is relative: .* --set {key}=/|{key} 'data' is relative"):
-        remote_runs.recipe_document(recipe, [f"{key}=data"])
-    absolute = remote_runs.recipe_document(recipe, [f"{key}=/data"])
+        NOWHERE.document(recipe, [f"{key}=data"])
+    absolute = NOWHERE.document(recipe, [f"{key}=/data"])
     value: object = absolute
     for part in path:
         assert isinstance(value, dict)
@@ -246,21 +254,21 @@ def test_recipes_that_cannot_be_sent_are_refused(tmp_path: Path, text: str, mess
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        remote_runs.recipe_document(recipe, [])
+        NOWHERE.document(recipe, [])
 
 
 def test_a_user_without_an_account_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-    assert remote_runs.user_here() == pwd.getpwuid(os.getuid()).pw_name
+    assert user_here() == pwd.getpwuid(os.getuid()).pw_name
 
     def unknown(uid: int) -> NoReturn:
         raise KeyError(uid)
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    assert remote_runs.user_here() == f"uid-{os.getuid()}"
+    assert user_here() == f"uid-{os.getuid()}"
 
 
 def test_a_key_file_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="HEADRACE_KEY_FILE"):
-        remote_runs.show_runs(Api(url="http://127.0.0.1:1", key_file=None))
+        remote_runs.show_runs(NOWHERE)

@@ -1,4 +1,4 @@
-"""Bodies and parameters of requests: what is too large or has another form is refused before anything is called.
+"""Content of requests: what is too large or has another form is refused before anything is called.
 
 Invariants:
 - At most `MAX_BODY_BYTES` of a body are read, whatever its headers say.
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from headrace.actors.cluster.api.refusals import Refusal
+from headrace.actors.cluster.runs.contract import unknown_run
+from headrace.actors.cluster.runs.operations import Operation
 from headrace.actors.cluster.runs.records import RunId
-from headrace.actors.errors import RunUnknown
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -26,44 +27,6 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 32
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
-_NUMBER: Final = re.compile(r"[0-9]{1,15}")
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
-B = TypeVar("B", bound=BaseModel)
-
-
-class Body(BaseModel):
-    """Base of the bodies: frozen, unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class SubmitBody(Body):
-    """Body of `POST /v1/runs`."""
-
-    name: Name
-    recipe: dict[str, dict[str, Any]]
-
-
-class ResumeBody(Body):
-    """Body of `POST /v1/runs/RUN/resume`."""
-
-    changes: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(max_length=256)] = Field(
-        default_factory=list
-    )
-
-
-class AddEngineBody(Body):
-    """Body of `POST /v1/runs/RUN/engines`."""
-
-    url: Annotated[str, Field(min_length=1, max_length=2048)]
-    timeout_s: Annotated[float, Field(ge=1, le=600)] = 120.0
-
-
-class DrainNodeBody(Body):
-    """Body of `POST /v1/nodes/NODE/drain`."""
-
-    deadline_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
 
 
 async def read_bytes(request: Request, most: int) -> bytes:
@@ -78,10 +41,11 @@ async def read_bytes(request: Request, most: int) -> bytes:
     return b"".join(chunks)
 
 
-async def read_body(request: Request, model: type[B]) -> B:
+async def read_body(request: Request, model: type[BaseModel]) -> BaseModel:
     """Read and check the body of a request; an empty one is an empty object. Raises Refusal."""
+    data = await read_bytes(request, MAX_BODY_BYTES) or b"{}"
     try:
-        document = orjson.loads(await read_bytes(request, MAX_BODY_BYTES) or b"{}")
+        document = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise Refusal(400, "body_invalid", f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
@@ -89,9 +53,23 @@ async def read_body(request: Request, model: type[B]) -> B:
     if _is_deeper(document, MAX_DEPTH):
         raise Refusal(400, "body_invalid", f"the body is nested more than {MAX_DEPTH} levels deep: flatten it")
     try:
-        return model.model_validate(document)
+        # From text, so that a list can be a tuple.
+        return model.model_validate_json(data)
     except ValidationError as error:
         raise Refusal(400, "body_invalid", _problem(error)) from error
+
+
+async def read_content(request: Request, operation: Operation) -> BaseModel:
+    """Read and check the query or the body of a request; what is empty in a query has its default. Raises Refusal."""
+    if not operation.has_query:
+        check_query(request)
+        return await read_body(request, operation.request)
+    check_query(request, *operation.request.model_fields)
+    given = {name: text for name, text in request.query_params.items() if text}
+    try:
+        return operation.request.model_validate_strings(given)
+    except ValidationError as error:
+        raise Refusal(400, "query_invalid", _problem(error)) from error
 
 
 def _is_deeper(document: Any, levels: int) -> bool:
@@ -121,11 +99,6 @@ def run_id_of(request: Request) -> RunId:
     return RunId(run)
 
 
-def unknown_run(run: str) -> RunUnknown:
-    """Return the error for a run that does not exist, or not for this caller: both have the same text."""
-    return RunUnknown(f"there is no run {run[:64]!r}: runs have ids of 32 hexadecimal digits; GET /v1/runs lists yours")
-
-
 def check_query(request: Request, *known: str) -> None:
     """Raise Refusal for an unknown or repeated query parameter."""
     names = [name for name, _ in request.query_params.multi_items()]
@@ -136,12 +109,3 @@ def check_query(request: Request, *known: str) -> None:
             )
         if names.count(name) > 1:
             raise Refusal(400, "query_invalid", f"the query parameter {name} came twice: keep one")
-
-
-def whole_number(text: str, what: str, default: int, *, most: int) -> int:
-    """Return the number in a header or query parameter, or `default` if it is empty. Raises Refusal."""
-    if not text:
-        return default
-    if not _NUMBER.fullmatch(text) or int(text) > most:
-        raise Refusal(400, "query_invalid", f"{what} must be a whole number of at most {most}")
-    return int(text)

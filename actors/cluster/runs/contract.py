@@ -1,31 +1,47 @@
-"""Contract of the actor that supervises the runs of a cluster: its calls and messages.
+"""Contract of the actor that supervises the runs of a cluster: its operations and messages. To add an operation,
+declare its method here and write it in `Runs`.
 
 Invariants:
-- Every call may be repeated. A repeated submission (by key), drain, stop, addition or removal has the effect of one.
-- The caller has checked that the run belongs to the user: the actor knows owners, and of a user the role and the name
-  of the key, for events and for what a recipe may name (`grants`).
+- Every call may be repeated, except `resume`. A repeated submission (by key), drain, stop, addition or removal has the
+  effect of one.
+- Users call over `perform`, which knows their runs. Roles are checked where keys are: Ray's token allows everything.
 - Calls about one run raise RunUnknown for an unknown id. Errors are of `headrace.actors.errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, Literal, ParamSpec, Protocol, TypeVar
 
-from headrace.actors.cluster.runs.records import Caller, RunEvent, RunId, RunRecord, Submission
+from pydantic import Field
+
+from headrace.actors.cluster.runs.operations import operation
+from headrace.actors.cluster.runs.records import Caller, Recipe, Role, RunEvent, RunId, RunRecord
 from headrace.actors.engines.members_file import EngineStatus
+from headrace.actors.errors import RunUnknown
 from headrace.actors.run.node_drain import RunLeft
-from headrace.actors.training.trainer_calls import TrainerCall
+from headrace.actors.training.trainer_calls import Commit, Release, Take, TrainerCall, Weights
 
 if TYPE_CHECKING:
     from headrace.actors.telemetry.page.access import PageAnswer
     from headrace.actors.telemetry.page.page_processes import PageRequest
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LEAVE_S: Final = 60.0
 """Time beyond its deadline within which a run must have left a drained node: engines end their requests, a learner its
 step."""
 ACTOR_NAME: Final = "runs"
+RUN: Final = "/v1/runs/{run}"
+LOG_BYTES: Final = 256 << 10
+_TRAINER_S: Final = 100.0
+"""Time for the learner to check the files of weights."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
+Changes = Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=256)]
+Url = Annotated[str, Field(min_length=1, max_length=2048)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,61 +100,93 @@ class NodeDrained:
     runs: Mapping[str, RunLeft]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChange:
+    """An engine that was added to a run or removed from it."""
+
+    engine_id: str
+    done: Literal["add", "remove"]
+
+
+def unknown_run(run: str) -> RunUnknown:
+    """Return the error for a run that does not exist, or not for this caller: both have the same text."""
+    return RunUnknown(f"there is no run {run[:64]!r}: runs have ids of 32 hexadecimal digits; GET /v1/runs lists yours")
+
+
 class RunsApi(Protocol):
     """The actor, as its callers see it."""
 
-    async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
-        """Add a run, or return the one that the same submission added before. Raises ConfigError, RoleTooSmall for what
-        the caller's recipes may not name, SubmissionConflict, RunRefused if the owner has a live run of this name,
-        QuotaExceeded if it could never start, and CannotBePlaced if no node has what it needs."""
+    async def perform(self, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:
+        """Call the method `name` for a user. Raises RunUnknown for a run that the caller may not see, and what the
+        method raises."""
         ...
 
-    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
-        """Return the runs of an owner, or of all owners, in the order of the queue."""
+    @operation("POST", "/v1/runs", Role.OPERATE, status=201)
+    async def submit(self, caller: Caller, name: Name, recipe: Recipe, idempotency_key: str) -> RunRecord:
+        """Add a run of the caller's, or return the one that the same submission added before. Raises ConfigError,
+        RoleTooSmall for what the caller's recipes may not name, SubmissionConflict, RunRefused if the owner has a live
+        run of this name, QuotaExceeded if it could never start, and CannotBePlaced if no node has what it needs."""
         ...
 
-    async def run(self, run_id: RunId) -> RunRecord:
+    @operation("GET", "/v1/runs", Role.READ, key="runs")
+    async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
+        """Return the runs of the caller, or of all owners for an admin, in the order of the queue."""
+        ...
+
+    @operation("GET", RUN, Role.READ)
+    async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Return one run."""
         ...
 
-    async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
+    @operation("POST", f"{RUN}/drain", Role.OPERATE)
+    async def drain(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Let the run save a checkpoint and end. Returns at once. Raises RunRefused if it is being stopped."""
         ...
 
-    async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
+    @operation("POST", f"{RUN}/stop", Role.OPERATE)
+    async def stop(self, caller: Caller, run_id: RunId) -> RunRecord:
         """End the run. Returns at once."""
         ...
 
-    async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
+    # After a lost answer, a second request would find a live run and be refused.
+    @operation("POST", f"{RUN}/resume", Role.OPERATE, repeatable=False)
+    async def resume(self, caller: Caller, run_id: RunId, changes: Changes = ()) -> RunRecord:
         """Queue an ended run again, with changed keys (`table.key=value`). Raises RunRefused if it is live or finished,
         ConfigError for a key that may not change, and RoleTooSmall if the caller could not submit the changed
         recipe."""
         ...
 
-    async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
+    @operation("POST", f"{RUN}/upgrade", Role.OPERATE)
+    async def upgrade(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Let a live run save a checkpoint, end, and start again under what is installed. Returns at once. Raises
         RunRefused if it has ended, or is being drained or stopped."""
         ...
 
-    async def nodes(self) -> tuple[NodeStatus, ...]:
+    @operation("GET", "/v1/nodes", Role.ADMIN, key="nodes")
+    async def nodes(self, caller: Caller) -> tuple[NodeStatus, ...]:
         """Return the living nodes."""
         ...
 
-    async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
+    @operation("POST", "/v1/nodes/{node}/drain", Role.ADMIN, answer_s=LEAVE_S)
+    async def drain_node(
+        self, caller: Caller, node: str, deadline_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    ) -> NodeDrained:
         """Let all runs leave a node, named by its address or Ray id: no new rollouts and engines there. Returns once no
         rollout runs there; those that have not ended after `deadline_s` are issued elsewhere. Raises ConfigError for an
         unknown node and the control node."""
         ...
 
-    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
+    async def events(self, caller: Caller, run_id: RunId, after: int, wait_s: float) -> EventPage:
         """Return the events after number `after`, as soon as there is one, the run has ended, or the time is over."""
         ...
 
-    async def status(self, run_id: RunId) -> dict[str, Any]:
+    @operation("GET", f"{RUN}/status", Role.READ)
+    async def status(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace status --json`."""
         ...
 
-    async def report(self, run_id: RunId) -> dict[str, Any]:
+    @operation("GET", f"{RUN}/report", Role.READ, answer_s=40.0)
+    async def report(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace report --json`."""
         ...
 
@@ -146,32 +194,80 @@ class RunsApi(Protocol):
         """Return the answer of the run's page. Raises RunRefused if it has none, or if it does not answer."""
         ...
 
-    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
+    @operation("GET", f"{RUN}/engines", Role.READ, key="engines")
+    async def engines(self, caller: Caller, run_id: RunId) -> tuple[EngineStatus, ...]:
         """Return the engines of the run."""
         ...
 
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
-        """Attach a server to a live run, and return the name of the engine. The server is sent the run's key, so the
-        caller must be one who could submit the recipe. Raises RoleTooSmall, RunRefused if the run is not live, and
-        EngineGroupError."""
+    @operation("POST", f"{RUN}/engines", Role.OPERATE)
+    async def add_engine(
+        self, caller: Caller, run_id: RunId, url: Url, timeout_s: Annotated[float, Field(ge=1, le=600)] = 120.0
+    ) -> EngineChange:
+        """Attach a server to a live run. The server is sent the run's key, so the caller must be one who could submit
+        the recipe. Raises RoleTooSmall, RunRefused if the run is not live, and EngineGroupError."""
         ...
 
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
-        """Remove an engine from a live run, and return its name. Raises RunRefused if the run is not live, and
-        EngineGroupError."""
+    @operation("DELETE", f"{RUN}/engines/{{engine}}", Role.OPERATE)
+    async def remove_engine(
+        self, caller: Caller, run_id: RunId, engine_id: str, timeout_s: Annotated[float, Field(ge=0, le=600)] = 120.0
+    ) -> EngineChange:
+        """Remove an engine from a live run. Raises RunRefused if the run is not live, and EngineGroupError."""
         ...
 
-    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
+    @operation("POST", f"{RUN}/take", Role.OPERATE, body=Take)
+    @operation("POST", f"{RUN}/commit", Role.OPERATE, body=Commit, answer_s=_TRAINER_S)
+    @operation("POST", f"{RUN}/release", Role.OPERATE, body=Release, answer_s=_TRAINER_S)
+    @operation("POST", f"{RUN}/weights", Role.OPERATE, body=Weights, answer_s=_TRAINER_S)
+    async def trainer(self, caller: Caller, run_id: RunId, call: TrainerCall) -> bytes:
         """Return the JSON answer of the run's learner to the user's trainer, whose question for an order may wait.
         Raises RoleTooSmall for weights in a folder that the caller may not name, RunRefused if the run is not live or
         trains by itself, LeaseLost, TrainerRefused, ModelInvalid, and ActorLost while the learner starts."""
         ...
 
-    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
+    @operation("GET", f"{RUN}/logs", Role.READ)
+    async def logs(
+        self,
+        caller: Caller,
+        run_id: RunId,
+        actor: str | None = None,
+        after: str = "",
+        limit_bytes: Annotated[int, Field(ge=0, le=4 << 20)] = LOG_BYTES,
+    ) -> LogPage:
         """Return complete lines of an actor's log, or of all logs, after the cursor (empty: from the beginning), of at
         most `limit_bytes` in all. Raises RunRefused for an unknown actor or cursor."""
         ...
 
-    async def ready(self, run_id: RunId) -> Readiness:
+    async def ready(self, caller: Caller, run_id: RunId) -> Readiness:
         """Check a run."""
         ...
+
+
+Method = Callable[Concatenate[RunsApi, Caller, P], Awaitable[R]]
+"""An operation, as its declaration is written: `RunsApi.drain`."""
+
+
+class RunsClient(Protocol):
+    """Client of a user's runs, over Ray (`ClusterClient`) or over HTTP (`ControlClient`)."""
+
+    async def ask(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Return the result of an operation, without its caller, who is this client's user. Raises the operation's
+        errors, and ActorLost if there is no answer in time."""
+        ...
+
+    def events(self, run_id: RunId, *, after: int = 0) -> AsyncGenerator[RunEvent, None]:
+        """Yield the events of a run after number `after`, until the run has ended."""
+        ...
+
+
+async def perform(runs: RunsApi, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:
+    """See `RunsApi.perform`."""
+    if (run_id := arguments.get("run_id")) is not None:
+        try:
+            owner = (await runs.run(caller, run_id)).owner
+        except RunUnknown:
+            owner = None
+        if owner is None or not caller.sees(owner):
+            if owner is not None and not caller.key:
+                raise RunUnknown(f"run {run_id} belongs to {owner}, not to {caller.owner}: name its --owner")
+            raise unknown_run(run_id)
+    return await getattr(runs, name)(caller, **arguments)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,7 +22,16 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from headrace.actors.cluster.nodes.head_watch import HeadWatch
-from headrace.actors.cluster.runs.contract import EventPage, LogPage, NodeDrained, NodeStatus, Readiness
+from headrace.actors.cluster.runs.contract import (
+    LOG_BYTES,
+    EngineChange,
+    EventPage,
+    LogPage,
+    NodeDrained,
+    NodeStatus,
+    Readiness,
+    perform,
+)
 from headrace.actors.cluster.runs.drivers import RunDrivers
 from headrace.actors.cluster.runs.grants import Rights
 from headrace.actors.cluster.runs.layout import (
@@ -42,6 +52,7 @@ from headrace.actors.cluster.runs.records import (
     ActualState,
     Caller,
     DesiredState,
+    Recipe,
     Role,
     RunId,
     RunRecord,
@@ -73,7 +84,8 @@ READY_S: Final = 10.0
 
 
 class Runs(ResourceOwner, BeginsUnasked):
-    """Actor with the table of runs; implements `contract.RunsApi`. Without a `quotas` file there are no limits."""
+    """Actor with the table of runs; implements `contract.RunsApi`, where its methods are described. Without a `quotas`
+    file there are no limits."""
 
     def __init__(self, terms: ClusterTerms, *, quotas: Path | None = None) -> None:
         super().__init__()
@@ -92,11 +104,14 @@ class Runs(ResourceOwner, BeginsUnasked):
         await self._stack.enter_async_context(self._drivers)
         return self
 
+    async def perform(self, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:
+        return await perform(self, name, caller, arguments)
+
     # What users ask for.
 
-    async def submit(self, submission: Submission, caller: Caller) -> RunRecord:
-        """See `RunsApi.submit`."""
+    async def submit(self, caller: Caller, name: str, recipe: Recipe, idempotency_key: str) -> RunRecord:
         self._require_head()
+        submission = Submission(name=name, owner=caller.owner, recipe=recipe, idempotency_key=idempotency_key)
         run_id, quotas = RunId(uuid.uuid4().hex), self._book.quotas()
         known = {record.idempotency_key for record in self._table.runs(submission.owner)}
         nodes = await rollout_nodes(self._book.terms)
@@ -123,16 +138,13 @@ class Runs(ResourceOwner, BeginsUnasked):
         self._drivers.plan()
         return self._table.get(record.run_id)
 
-    async def drain(self, run_id: RunId, caller: Caller) -> RunRecord:
-        """See `RunsApi.drain`."""
+    async def drain(self, caller: Caller, run_id: RunId) -> RunRecord:
         return self._drivers.want(run_id, DesiredState.DRAINED, caller)
 
-    async def stop(self, run_id: RunId, caller: Caller) -> RunRecord:
-        """See `RunsApi.stop`."""
+    async def stop(self, caller: Caller, run_id: RunId) -> RunRecord:
         return self._drivers.want(run_id, DesiredState.STOPPED, caller)
 
-    async def resume(self, run_id: RunId, changes: tuple[str, ...], caller: Caller) -> RunRecord:
-        """See `RunsApi.resume`."""
+    async def resume(self, caller: Caller, run_id: RunId, changes: tuple[str, ...] = ()) -> RunRecord:
         record = self._table.get(run_id)
         recipe = changed_document(self._table.recipe(run_id), changes) if changes else None
         directory = self._book.directory(run_id)
@@ -157,8 +169,7 @@ class Runs(ResourceOwner, BeginsUnasked):
         self._drivers.plan()
         return resumed
 
-    async def upgrade(self, run_id: RunId, caller: Caller) -> RunRecord:
-        """See `RunsApi.upgrade`."""
+    async def upgrade(self, caller: Caller, run_id: RunId) -> RunRecord:
         record = self._table.get(run_id)
         if not record.is_live:
             raise RunRefused(
@@ -173,8 +184,7 @@ class Runs(ResourceOwner, BeginsUnasked):
             await self._drivers.renew(run_id, record.desired)
         return self._table.get(run_id)
 
-    async def drain_node(self, node: str, deadline_s: float, caller: Caller) -> NodeDrained:
-        """See `RunsApi.drain_node`."""
+    async def drain_node(self, caller: Caller, node: str, deadline_s: float = 60.0) -> NodeDrained:
         self._require_head()
         drained = await self._drivers.nodes.drain(node, self._book.with_service(), deadline_s=deadline_s)
         for run_id, left in drained.runs.items():
@@ -213,24 +223,20 @@ class Runs(ResourceOwner, BeginsUnasked):
 
     # What users ask about.
 
-    async def runs(self, owner: str | None) -> tuple[RunRecord, ...]:
-        """See `RunsApi.runs`."""
-        return self._table.runs(owner)
+    async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
+        return self._table.runs(None if caller.role is Role.ADMIN else caller.owner)
 
-    async def run(self, run_id: RunId) -> RunRecord:
-        """See `RunsApi.run`."""
+    async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         return self._table.get(run_id)
 
-    async def events(self, run_id: RunId, after: int, timeout_s: float) -> EventPage:
-        """See `RunsApi.events`."""
+    async def events(self, caller: Caller, run_id: RunId, after: int, wait_s: float) -> EventPage:
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(wait_s):
                 while not self._table.events(run_id, after=after) and self._table.get(run_id).is_live:
                     await self._book.changed.wait()
         return EventPage(events=self._table.events(run_id, after=after), ended=not self._table.get(run_id).is_live)
 
-    async def status(self, run_id: RunId) -> dict[str, Any]:
-        """See `RunsApi.status`."""
+    async def status(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         record, directory = self._table.get(run_id), self._book.directory(run_id)
         document = await asyncio.to_thread(lambda: status_of(reopened(directory), directory))
         return (
@@ -239,49 +245,44 @@ class Runs(ResourceOwner, BeginsUnasked):
             | _stands(record, self._drivers.head)
         )
 
-    async def report(self, run_id: RunId) -> dict[str, Any]:
-        """See `RunsApi.report`."""
+    async def report(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         return (await asyncio.to_thread(report_of, self._book.directory(run_id))).to_json()
 
     async def page(self, run_id: RunId, request: PageRequest) -> PageAnswer:
-        """See `RunsApi.page`."""
         folder = self._book.directory(run_id).path
         try:
             return await self._pages.get(folder, request)
         except RunError as error:
             raise RunRefused(str(error)) from error
 
-    async def nodes(self) -> tuple[NodeStatus, ...]:
-        """See `RunsApi.nodes`."""
+    async def nodes(self, caller: Caller) -> tuple[NodeStatus, ...]:
         self._require_head()
         return await self._drivers.nodes.statuses(self._book.with_service())
 
-    async def engines(self, run_id: RunId) -> tuple[EngineStatus, ...]:
-        """See `RunsApi.engines`."""
+    async def engines(self, caller: Caller, run_id: RunId) -> tuple[EngineStatus, ...]:
         return (await asyncio.to_thread(read_roster, self._book.directory(run_id).engines)).engines
 
-    async def add_engine(self, run_id: RunId, url: str, timeout_s: float, caller: Caller) -> str:
-        """See `RunsApi.add_engine`."""
+    async def add_engine(self, caller: Caller, run_id: RunId, url: str, timeout_s: float = 120.0) -> EngineChange:
         # The new engine is sent the key of those that the recipe attaches.
         config = await asyncio.to_thread(reopened, self._book.directory(run_id))
         await asyncio.to_thread(self._book.check, self._table.get(run_id), caller, config)
         return await self._change_engines(run_id, "add", url, timeout_s, caller)
 
-    async def remove_engine(self, run_id: RunId, engine_id: str, timeout_s: float, caller: Caller) -> str:
-        """See `RunsApi.remove_engine`."""
+    async def remove_engine(
+        self, caller: Caller, run_id: RunId, engine_id: str, timeout_s: float = 120.0
+    ) -> EngineChange:
         return await self._change_engines(run_id, "remove", engine_id, timeout_s, caller)
 
     async def _change_engines(
         self, run_id: RunId, change: Literal["add", "remove"], engine: str, timeout_s: float, caller: Caller
-    ) -> str:
+    ) -> EngineChange:
         box = self._book.live(run_id).engine_requests
         name = await asyncio.to_thread(partial(ask_group, box, change, engine, timeout_s=timeout_s))
         self._table.note(run_id, f"{change} engine {name} by {caller}", now_s=time.time())
         self._book.tell()
-        return name
+        return EngineChange(engine_id=name, done=change)
 
-    async def trainer(self, run_id: RunId, call: TrainerCall, caller: Caller) -> bytes:
-        """See `RunsApi.trainer`."""
+    async def trainer(self, caller: Caller, run_id: RunId, call: TrainerCall) -> bytes:
         directory = self._book.live(run_id)
         if isinstance(call, Weights) and call.path is not None:
             self._book.rights(self._table.get(run_id), caller).check_folder("directory", call.path, directory.storage)
@@ -298,13 +299,18 @@ class Runs(ResourceOwner, BeginsUnasked):
             self._learners.pop(run_id, None)
             raise
 
-    async def logs(self, run_id: RunId, actor: str | None, after: str, limit_bytes: int) -> LogPage:
-        """See `RunsApi.logs`."""
+    async def logs(
+        self,
+        caller: Caller,
+        run_id: RunId,
+        actor: str | None = None,
+        after: str = "",
+        limit_bytes: int = LOG_BYTES,
+    ) -> LogPage:
         folder = self._book.directory(run_id).logs
         return await asyncio.to_thread(read_logs, folder, actor, after=after, limit_bytes=limit_bytes)
 
-    async def ready(self, run_id: RunId) -> Readiness:
-        """See `RunsApi.ready`."""
+    async def ready(self, caller: Caller, run_id: RunId) -> Readiness:
         record = self._table.get(run_id)
         try:
             runtime = RayRuntime(namespace=namespace_of(run_id))
