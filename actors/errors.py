@@ -2,6 +2,7 @@
 
 ActorError
 ├── ActorLost           the actor's process died or is restarting: transient, call again (idempotently)
+│   └── ActorMissing    the cluster has no actor of this name
 ├── ActorGone           a lost actor did not return in time: permanent
 └── StartFailed         an actor could not be started: permanent, names actor and reason
 RunError
@@ -33,6 +34,10 @@ class ActorError(Exception):
 
 class ActorLost(ActorError):
     """The process of an actor died or is restarting; its current calls may or may not have had an effect."""
+
+
+class ActorMissing(ActorLost):
+    """The cluster has no actor of this name."""
 
 
 class ActorGone(ActorError):

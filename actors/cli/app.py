@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
-from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
+from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cluster
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.dry_run import show_dry_run
 from headrace.actors.cli.engine import serve
@@ -140,9 +140,9 @@ def run(
     if dry_run:
         show_dry_run(recipe, on or (), settings, json=json)
         return
-    if on and (cluster.url is not None or cluster.address is not None):
+    if on and cluster:
         raise ConfigError("--on: machine files are for runs on this machine; put the keys into the recipe or --set")
-    if (access := cluster.submission(recipe, settings, quotas)) is not None:
+    if (access := access_for(recipe, settings, cluster, quotas)) is not None:
         raise typer.Exit(submit_run(access, recipe, name=name, overrides=settings, detach=detach, json=json))
     chosen = name or free_folder(runs_dir, recipe.stem).name
     request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
@@ -190,10 +190,10 @@ def resume(
     from headrace.actors.run.resume import ResumePreparation
 
     if from_storage:
-        recover_run(cluster.required(), str(run_dir), json=json)
+        recover_run(cluster, str(run_dir), json=json)
         return
-    if (access := cluster.access()) is not None:
-        show_change(access.call_on(RunsApi.resume, str(run_dir), tuple(changes or ())), json)
+    if cluster:
+        show_change(cluster.call_on(RunsApi.resume, run_dir, tuple(changes or ())), json)
         return
     if changes:
         change(run_dir, changes)
@@ -272,11 +272,11 @@ def status(
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.run_status import status_of
 
-    if (access := cluster.access()) is not None:
+    if cluster:
         if run_dir is None:
-            show_runs(access, json=json)
+            show_runs(cluster, json=json)
         else:
-            show_run(access, str(run_dir), json=json)
+            show_run(cluster, str(run_dir), json=json)
         return
     paths = [run_dir] if run_dir is not None else [path.parent for path in sorted(runs_dir.glob("*/config.json"))]
     found = []
@@ -334,8 +334,8 @@ def report(
     from headrace.actors.telemetry.slow.terminal_text import CAUSES, printable
     from headrace.actors.telemetry.slow.verdicts import explain
 
-    if (access := cluster.access()) is not None:
-        write_json(access.call_on(RunsApi.report, str(run_dir)), json or Path("-"))
+    if cluster:
+        write_json(cluster.call_on(RunsApi.report, run_dir), json or Path("-"))
         return
     directory = reopen(run_dir)[1]
     told, causes = report_of(directory), explain(read_times(directory.path)).causes[:CAUSES]

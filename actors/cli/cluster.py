@@ -10,7 +10,7 @@ import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.cluster_access import ClusterOptions, OnCluster, on_cluster, run_id_of
+from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster, run_id_of
 from headrace.actors.cli.output import Json, say, show, write_json
 from headrace.actors.cli.remote_runs import show_change
 from headrace.actors.cluster.runs.contract import RunsApi
@@ -31,20 +31,20 @@ on_nodes = partial(on_cluster, leave_out=("owner",))
 @on_cluster
 def drain(run: Run, cluster: ClusterOptions, json: Json = None) -> None:
     """Let a run on a cluster save a checkpoint and end; it can be resumed."""
-    show_change(cluster.required().call_on(RunsApi.drain, run), json)
+    show_change(cluster.call_on(RunsApi.drain, run), json)
 
 
 @on_cluster
 def stop(run: Run, cluster: ClusterOptions, json: Json = None) -> None:
     """End a run on a cluster at once; it can be resumed from its last checkpoint."""
-    show_change(cluster.required().call_on(RunsApi.stop, run), json)
+    show_change(cluster.call_on(RunsApi.stop, run), json)
 
 
 @on_cluster
 def upgrade(run: Run, cluster: ClusterOptions, json: Json = None) -> None:
     """Let a live run on a cluster save a checkpoint, end, and start again under the headrace that is installed there
     now, in a new epoch. No step is undone. Returns at once; `headrace events RUN` shows when it runs again."""
-    show_change(cluster.required().call_on(RunsApi.upgrade, run), json)
+    show_change(cluster.call_on(RunsApi.upgrade, run), json)
 
 
 @on_cluster
@@ -59,7 +59,7 @@ def events(
         async for event in client.events(await run_id_of(client, run), after=after):
             typer.echo(orjson.dumps(event))
 
-    cluster.required().ask(print_all)
+    cluster.ask(print_all)
 
 
 @node_app.command("list")
@@ -67,7 +67,7 @@ def events(
 def list_nodes(cluster: ClusterOptions, json: Json = None) -> None:
     """List the nodes of a cluster: role, free disk and memory as the node's agent reports them, and the runs with
     actors there. With --url, it needs a key of an admin."""
-    nodes = cluster.required().call(RunsApi.nodes)
+    nodes = cluster.call(RunsApi.nodes)
     if json is not None:
         write_json([asdict(node) for node in nodes], json)
         return
@@ -92,15 +92,14 @@ def drain_node(
     """Let all runs leave a node before it ends, for example in a preStop hook: its workers get no new orders, its
     engines are replaced on other nodes, and a learner there saves a checkpoint. Returns once no rollout runs there;
     those that have not ended by the deadline are issued elsewhere. With --url, it needs a key of an admin."""
-    access = cluster.required()
-    if node == HERE and not isinstance(access, OnCluster):
+    if node == HERE and cluster.address is None:
         raise ConfigError("`self` needs --address: over --url, name the node by its address or its Ray id")
 
     async def leave(client: RunsClient) -> NodeDrained:
         # Ray knows this node only while it is connected.
         return await client.ask(RunsApi.drain_node, this_node() if node == HERE else node, deadline_s)
 
-    drained = access.ask(leave)
+    drained = cluster.ask(leave)
     if json is not None:
         write_json(asdict(drained), json)
     for run_id, left in drained.runs.items():

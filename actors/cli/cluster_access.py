@@ -1,5 +1,8 @@
 """Access of commands to the runs of a cluster: over its control API (`--url`), which needs no Ray here, or over Ray on
-one of its nodes (`--address`), which needs no API there."""
+one of its nodes (`--address`), which needs no API there.
+
+Invariant: a run is named by its id, or by its name: then the newest run of that name is meant.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import getpass
 import inspect
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -23,6 +25,7 @@ from headrace.actors.cluster.runs.records import Caller, Recipe, RunId
 from headrace.actors.errors import ConfigError, RunUnknown
 
 if TYPE_CHECKING:
+    from headrace.actors.cluster.runs.runs import Runs
     from headrace.actors.run.placement import ClusterSection
 
 P = ParamSpec("P")
@@ -31,126 +34,10 @@ R = TypeVar("R")
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
-class Access(ABC):
-    """Access to the runs of a cluster. A run is named by its id, or by its name: then the newest run of that name is
-    meant."""
-
-    @property
-    @abstractmethod
-    def options(self) -> str:
-        """Options with which a command has this access."""
-
-    @abstractmethod
-    def ask(self, work: Callable[[RunsClient], Awaitable[R]]) -> R:
-        """Return the result of `work` with a client. Raises ConfigError and the errors of the client."""
-
-    @abstractmethod
-    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
-        """Return the tables of a recipe, as they are submitted. Raises ConfigError."""
-
-    def call(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Return the result of an operation."""
-        return self.ask(lambda client: client.ask(method, *arguments, **named))
-
-    def call_on(
-        self,
-        method: Callable[Concatenate[RunsApi, Caller, RunId, P], Awaitable[R]],
-        run: str,
-        *arguments: P.args,
-        **named: P.kwargs,
-    ) -> R:
-        """Return the result of an operation on the run that the user named."""
-
-        async def work(client: RunsClient) -> R:
-            return await client.ask(method, await run_id_of(client, run), *arguments, **named)
-
-        return self.ask(work)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnCluster(Access):
-    """The runs of one owner, over Ray from a node of the cluster at `address`. `section` starts the actor that
-    supervises runs, for a submission."""
-
-    address: str
-    owner: str
-    quotas: Path | None = None
-    section: ClusterSection | None = None
-
-    @property
-    def options(self) -> str:
-        return f"--address {self.address} --owner {self.owner}"
-
-    def ask(self, work: Callable[[RunsClient], Awaitable[R]]) -> R:
-        """See `Access.ask`. Raises StartFailed as well."""
-        from headrace.actors.cluster.nodes.connection import connected
-        from headrace.actors.cluster.runs.client import ClusterClient, find_runs, start_runs
-
-        async def asked() -> R:
-            section = self.section
-            runs = await (find_runs() if section is None else start_runs(section, quotas=self.quotas))
-            return await work(ClusterClient(runs, self.owner))
-
-        with connected(self.address):
-            return asyncio.run(asked())
-
-    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
-        """See `Access.document`. Paths are relative to the recipe: this is a node of the cluster."""
-        from headrace.actors.run.config import absolute_paths, read_recipe
-
-        return absolute_paths(read_recipe(recipe, overrides), recipe)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Api(Access):
-    """A control API and the file with the user's key."""
-
-    url: str
-    key_file: Path | None
-
-    @property
-    def options(self) -> str:
-        return f"--url {self.url}"
-
-    def ask(self, work: Callable[[RunsClient], Awaitable[R]]) -> R:
-        """See `Access.ask`."""
-        from headrace.actors.cluster.api.client import ControlClient, read_key
-
-        if self.key_file is None:
-            raise ConfigError("--key-file is missing: name the file with your key for --url (or set HEADRACE_KEY_FILE)")
-        key = read_key(self.key_file)
-
-        async def asked() -> R:
-            async with ControlClient(self.url, key) as client:
-                return await work(client)
-
-        return asyncio.run(asked())
-
-    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
-        """See `Access.document`. Paths must be absolute: this machine is no node of the cluster, and relative ones
-        would mean nothing there."""
-        from headrace.actors.run.config import named_paths, read_recipe
-
-        document = read_recipe(recipe, overrides)
-        for name, above, key in named_paths(document):
-            if not Path(above[key]).is_absolute():
-                raise ConfigError(
-                    f"{recipe}: {name} {above[key]!r} is relative: on a cluster, write an absolute path of its nodes "
-                    f"(--set {name}=/...)"
-                )
-        for table, keys in document.items():
-            if not isinstance(keys, dict):
-                raise ConfigError(f"{recipe}: {table} must be a table; write its keys below [{table}]")
-        try:
-            orjson.dumps(document)
-        except orjson.JSONEncodeError as error:
-            raise ConfigError(f"{recipe}: has a value that JSON cannot express ({error}): change it") from error
-        return document
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """Options of a command that name a cluster."""
+    """Options of a command that name a cluster, and access to its runs. Without `address` and `url` the command is for
+    runs of this machine."""
 
     address: Annotated[
         str | None,
@@ -174,39 +61,124 @@ class ClusterOptions:
         ),
     ] = None
 
-    def access(self) -> Access | None:
-        """Return the access that the options name; None for the runs of this machine. Raises ConfigError."""
-        if self.address is not None:
-            if self.url is not None:
-                raise ConfigError("--url and --address name two ways to the runs: use one")
-            return OnCluster(address=self.address, owner=self.owner or user_here())
-        return None if self.url is None else Api(url=self.url, key_file=self.key_file)
+    def __bool__(self) -> bool:
+        """Return True if a cluster is named. Raises ConfigError if two are."""
+        if self.address is not None and self.url is not None:
+            raise ConfigError("--url and --address name two ways to the runs: use one")
+        return self.address is not None or self.url is not None
 
-    def required(self) -> Access:
-        """Return the access that the options name. Raises ConfigError if they name none."""
-        if (found := self.access()) is None:
+    def __str__(self) -> str:
+        """Return the options, for a command to type."""
+        return f"--url {self.url}" if self.address is None else f"--address {self.address} --owner {self.user}"
+
+    @property
+    def user(self) -> str:
+        """Owner of the runs over Ray."""
+        return self.owner or user_here()
+
+    def ask(self, work: Callable[[RunsClient], Awaitable[R]]) -> R:
+        """Return the result of `work` with a client. Raises ConfigError, StartFailed, and the errors of the client."""
+        if not self:
             raise ConfigError("this is for runs of a cluster: name it with --address or --url")
-        return found
+        if self.address is not None:
+            from headrace.actors.cluster.nodes.connection import connected
 
-    def submission(self, recipe: Path, overrides: Sequence[str], quotas: Path | None) -> Access | None:
-        """Return the access to the cluster on which a recipe is to run, by the options or by its own
-        `cluster.address`; None to run it here. Raises ConfigError."""
-        from headrace.actors.run.config import read_recipe
-        from headrace.actors.run.placement import LOCAL, cluster_section
+            with connected(self.address):
+                return asyncio.run(self._over_ray(work))
+        return asyncio.run(self._over_http(work))
 
-        if self.url is not None:
-            return self.access()
-        given = read_recipe(recipe, overrides).get("cluster", {})
-        is_ours = self.address is not None and isinstance(given, dict)
-        section = cluster_section(given | {"address": self.address} if is_ours else given)
-        if section.address == LOCAL:
-            return None
-        return OnCluster(
-            address=section.address,
-            owner=self.owner or user_here(),
-            quotas=quotas and quotas.resolve(),
-            section=section,
-        )
+    async def _over_ray(self, work: Callable[[RunsClient], Awaitable[R]]) -> R:
+        from headrace.actors.cluster.runs.client import ClusterClient
+
+        return await work(ClusterClient(await self._runs(), self.user))
+
+    async def _runs(self) -> Runs:
+        from headrace.actors.cluster.runs.client import find_runs
+
+        return await find_runs()
+
+    async def _over_http(self, work: Callable[[RunsClient], Awaitable[R]]) -> R:
+        from headrace.actors.cluster.api.client import ControlClient, read_key
+
+        if self.key_file is None:
+            raise ConfigError("--key-file is missing: name the file with your key for --url (or set HEADRACE_KEY_FILE)")
+        assert self.url is not None
+        async with ControlClient(self.url, read_key(self.key_file)) as client:
+            return await work(client)
+
+    def call(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Return the result of an operation."""
+        return self.ask(lambda client: client.ask(method, *arguments, **named))
+
+    def call_on(
+        self,
+        method: Callable[Concatenate[RunsApi, Caller, RunId, P], Awaitable[R]],
+        run: object,
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
+        """Return the result of an operation on the run that the user named."""
+
+        async def work(client: RunsClient) -> R:
+            return await client.ask(method, await run_id_of(client, str(run)), *arguments, **named)
+
+        return self.ask(work)
+
+    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
+        """Return the tables of a recipe, as they are submitted. On a node of the cluster, paths are relative to the
+        recipe. Elsewhere relative ones would mean nothing. Raises ConfigError."""
+        from headrace.actors.run.config import absolute_paths, named_paths, read_recipe
+
+        document = read_recipe(recipe, overrides)
+        if self.address is not None:
+            return absolute_paths(document, recipe)
+        for name, above, key in named_paths(document):
+            if not Path(above[key]).is_absolute():
+                raise ConfigError(
+                    f"{recipe}: {name} {above[key]!r} is relative: on a cluster, write an absolute path of its nodes "
+                    f"(--set {name}=/...)"
+                )
+        for table, keys in document.items():
+            if not isinstance(keys, dict):
+                raise ConfigError(f"{recipe}: {table} must be a table; write its keys below [{table}]")
+        try:
+            orjson.dumps(document)
+        except orjson.JSONEncodeError as error:
+            raise ConfigError(f"{recipe}: has a value that JSON cannot express ({error}): change it") from error
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstAccess(ClusterOptions):
+    """Access for a submission over Ray, which starts the actor that supervises runs if there is none."""
+
+    section: ClusterSection
+    quotas: Path | None
+
+    async def _runs(self) -> Runs:
+        from headrace.actors.cluster.runs.client import start_runs
+
+        return await start_runs(self.section, quotas=self.quotas)
+
+
+def access_for(
+    recipe: Path, overrides: Sequence[str], cluster: ClusterOptions, quotas: Path | None
+) -> ClusterOptions | None:
+    """Return the access to the cluster on which a recipe is to run, by the options or by its own `cluster.address`;
+    None to run it here. Raises ConfigError."""
+    from headrace.actors.run.config import read_recipe
+    from headrace.actors.run.placement import LOCAL, cluster_section
+
+    if cluster and cluster.url is not None:
+        return cluster
+    given = read_recipe(recipe, overrides).get("cluster", {})
+    if cluster and isinstance(given, dict):
+        given |= {"address": cluster.address}
+    section = cluster_section(given)
+    if section.address == LOCAL:
+        return None
+    quotas = quotas and quotas.resolve()
+    return FirstAccess(address=section.address, owner=cluster.owner, section=section, quotas=quotas)
 
 
 def on_cluster(command: Callable[..., None], *, leave_out: Collection[str] = ()) -> Callable[..., None]:

@@ -57,12 +57,12 @@ def logs(
     if attempt is not None and rollout is None:
         raise ConfigError("--attempt needs --rollout: name the rollout whose attempt this is")
     wanted = Wanted(actor=actor, rollout=rollout, attempt=attempt)
-    if (access := cluster.access()) is None:
+    if not cluster:
         _print(reopen(run_dir)[1], wanted, follow=follow, limit_bytes=limit_bytes, json=json)
         return
     if json is not None or limit_bytes is not None:
         raise ConfigError("--json and --limit-bytes need the run directory: leave them out with --address or --url")
-    print_logs(access, str(run_dir), wanted, follow=follow, render=as_text)
+    print_logs(cluster, str(run_dir), wanted, follow=follow, render=as_text)
 
 
 def as_text(event: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from headrace.buffer.core.outages import utc
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
-    from headrace.actors.cli.cluster_access import Access
+    from headrace.actors.cli.cluster_access import ClusterOptions
     from headrace.actors.cluster.runs.contract import RunsClient
     from headrace.actors.cluster.runs.records import RunEvent, RunRecord
     from headrace.actors.record.files.log_lines import Wanted
@@ -44,29 +44,35 @@ LOGS_S: Final = 2.0
 
 
 def submit_run(
-    api: Access, recipe: Path, *, name: str, overrides: Sequence[str], detach: bool, json: Path | None = None
+    cluster: ClusterOptions,
+    recipe: Path,
+    *,
+    name: str,
+    overrides: Sequence[str],
+    detach: bool,
+    json: Path | None = None,
 ) -> int:
     """Submit a recipe, and unless `detach` show the run's events until it has ended. Return the exit code. Raises
     ConfigError for a recipe that cannot run elsewhere."""
-    document = dict(api.document(recipe, overrides))
+    document = dict(cluster.document(recipe, overrides))
     document["telemetry"] = {"recipe": recipe.stem, **document.get("telemetry", {})}
     key = uuid.uuid4().hex
-    record = api.call(RunsApi.submit, name or recipe.stem, document, key)
+    record = cluster.call(RunsApi.submit, name or recipe.stem, document, key)
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
     if detach:
         _write(record, json)
         return 0
-    return follow_run(api, record.run_id, json=json)
+    return follow_run(cluster, record.run_id, json=json)
 
 
-def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
+def follow_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -> int:
     """Show the events of a run and the warnings of its actors until it has ended, and return its exit code. An
     interrupt ends only this command."""
 
     async def follow(client: RunsClient) -> RunRecord:
         _cancel_on_signals()
         run_id = await run_id_of(client, run)
-        warnings = _RemoteWarnings(client, run_id, WarningLines(f"headrace logs {run_id} {api.options}"))
+        warnings = _RemoteWarnings(client, run_id, WarningLines(f"headrace logs {run_id} {cluster}"))
         showing = asyncio.create_task(warnings.keep_showing())
         try:
             async for event in client.events(run_id):
@@ -78,9 +84,9 @@ def follow_run(api: Access, run: str, *, json: Path | None = None) -> int:
         return await client.ask(RunsApi.run, run_id)
 
     try:
-        record = api.ask(follow)
+        record = cluster.ask(follow)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say(f"detached; the run goes on: headrace events {run} {api.options}")
+        say(f"detached; the run goes on: headrace events {run} {cluster}")
         raise KeyboardInterrupt from None
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
     _write(record, json)
@@ -122,22 +128,22 @@ def _cancel_on_signals() -> None:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
-def show_runs(api: Access, *, json: Path | None = None) -> None:
+def show_runs(cluster: ClusterOptions, *, json: Path | None = None) -> None:
     """Show all runs that the key may see."""
-    records = api.call(RunsApi.runs)
+    records = cluster.call(RunsApi.runs)
     if json is not None:
         write_json([asdict(record) for record in records], json)
     else:
         show(_runs_table(records))
 
 
-def show_run(api: Access, run: str, *, json: Path | None = None) -> None:
+def show_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -> None:
     """Show the state of a run; as JSON, the document of `headrace status --json RUN`."""
-    status = api.call_on(RunsApi.status, run)
+    status = cluster.call_on(RunsApi.status, run)
     if json is not None:
         write_json(status, json)
         return
-    show(_runs_table([api.call_on(RunsApi.run, run)]))
+    show(_runs_table([cluster.call_on(RunsApi.run, run)]))
     for key in ("steps", "version", "reward", "held", "head"):
         if status.get(key):
             say(f"{key}: {status[key]}")
@@ -150,7 +156,7 @@ def absent_lines(status: Mapping[str, Any]) -> list[str]:
     return [f"absent: {Absent(**one).line(now_s)}" for one in status.get("absent", ())]
 
 
-def recover_run(api: Access, run: str, *, json: Path | None = None) -> None:
+def recover_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -> None:
     """Continue a run whose control node has lost its disk from its storage."""
     from headrace.actors.cluster.runs.client import ClusterClient
 
@@ -159,7 +165,7 @@ def recover_run(api: Access, run: str, *, json: Path | None = None) -> None:
             raise ConfigError("--from-storage needs --address, on a node of the cluster, and the whole id of the run")
         return await client.recover(RunId(run))
 
-    show_change(api.ask(recover), json)
+    show_change(cluster.ask(recover), json)
 
 
 def show_change(record: RunRecord, json: Path | None) -> None:
@@ -168,7 +174,9 @@ def show_change(record: RunRecord, json: Path | None) -> None:
     _write(record, json)
 
 
-def print_logs(api: Access, run: str, wanted: Wanted, *, follow: bool, render: Callable[[Event], str]) -> None:
+def print_logs(
+    cluster: ClusterOptions, run: str, wanted: Wanted, *, follow: bool, render: Callable[[Event], str]
+) -> None:
     """Print the wanted lines of a run's logs up to now, or with `follow` until the run has ended, as `render` returns
     each: those of a rollout in the order of time, others one actor after another."""
 
@@ -184,7 +192,7 @@ def print_logs(api: Access, run: str, wanted: Wanted, *, follow: bool, render: C
                 return
             await asyncio.sleep(LOGS_S)
 
-    api.ask(print_pages)
+    cluster.ask(print_pages)
 
 
 async def _pages(

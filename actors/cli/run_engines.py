@@ -34,8 +34,8 @@ def list_engines(run: Run, cluster: ClusterOptions, json: Json = None) -> None:
     """List the engines of a run: state, version, load (running+waiting), URL, and why an engine is not serving."""
     from headrace.actors.engines.members_file import read_roster
 
-    if (access := cluster.access()) is not None:
-        engines, known = access.call_on(RunsApi.engines, str(run)), {}
+    if cluster:
+        engines, known = cluster.call_on(RunsApi.engines, run), {}
     else:
         roster = read_roster(_directory(run).engines)
         engines, known = roster.engines, {"time_s": roster.time_s}
@@ -54,8 +54,8 @@ def add_engine(
     json: Json = None,
 ) -> None:
     """Attach a server to a live run; it starts serving once it has the latest weights. Idempotent."""
-    if (access := cluster.access()) is not None:
-        _say(access.call_on(RunsApi.add_engine, str(run), url, timeout_s), json)
+    if cluster:
+        _say(cluster.call_on(RunsApi.add_engine, run, url, timeout_s), json)
     else:
         _say(_ask(run, "add", url, timeout_s), json)
 
@@ -70,8 +70,8 @@ def remove_engine(
 ) -> None:
     """Remove an engine from a live run permanently; turns in progress there end or continue on other engines.
     Idempotent."""
-    if (access := cluster.access()) is not None:
-        _say(access.call_on(RunsApi.remove_engine, str(run), engine, timeout_s), json)
+    if cluster:
+        _say(cluster.call_on(RunsApi.remove_engine, run, engine, timeout_s), json)
     else:
         _say(_ask(run, "remove", engine, timeout_s), json)
 

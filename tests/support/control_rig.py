@@ -18,7 +18,7 @@ import orjson
 from headrace.actors.cluster.api.app import make_app
 from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.runs.quotas import Quotas
-from support.runs_without_services import RECIPE, FoundRuns, RunsWithoutServices
+from support.runs_without_services import RECIPE, RunsWithoutServices
 
 KEYS = {
     "alice-read": "read alice",
@@ -52,8 +52,7 @@ class ControlRig:
     def __init__(self, folder: Path, quotas: Quotas | None = None) -> None:
         self.key_file = write_keys(folder / "control-keys")
         self.runs = RunsWithoutServices(quotas=quotas)
-        self.found = FoundRuns(self.runs)
-        self.app = make_app(self.found, KeyFile(self.key_file), secrets.token_bytes(32))
+        self.app = make_app(self.runs, KeyFile(self.key_file), secrets.token_bytes(32))
 
     async def call(
         self, method: str, target: str, body: bytes | Any = b"", *, key: str = "alice", **headers: str

@@ -26,7 +26,6 @@ from headrace.actors.cluster.runs.contract import (
     NodeDrained,
     NodeStatus,
     Readiness,
-    RunsApi,
     perform,
 )
 from headrace.actors.cluster.runs.grants import Rights
@@ -101,6 +100,10 @@ class RunsWithoutServices:
         self._quotas = quotas or Quotas()
         self._changed = asyncio.Condition()
         self._engines: dict[str, dict[str, str]] = {}
+        self.error: Exception | None = None
+        """Raised by calls of users instead while it is set, as when the actor is away."""
+        self.lost = 0
+        self._lost = asyncio.Event()
         self.learner: ExternalTrainerLoop | None = None
         """Learner that trainers call, whatever their run is."""
         self.folders: dict[RunId, Path] = {}
@@ -108,7 +111,17 @@ class RunsWithoutServices:
         self.pages = MountedPages()
 
     async def perform(self, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:
+        if self.error is not None:
+            self.lost += 1
+            self._lost.set()
+            raise self.error
         return await perform(self, name, caller, arguments)
+
+    async def until_lost(self, times: int) -> None:
+        """Wait until calls were lost this often in all."""
+        while self.lost < times:
+            self._lost.clear()
+            await self._lost.wait()
 
     async def submit(self, caller: Caller, name: str, recipe: Recipe, idempotency_key: str) -> RunRecord:
         submission = Submission(name=name, owner=caller.owner, recipe=recipe, idempotency_key=idempotency_key)
@@ -292,31 +305,6 @@ class RunsWithoutServices:
             self._changed.notify_all()
 
 
-class FoundRuns:
-    """Finder of runs that are in this process. `error` is raised instead while it is set."""
-
-    def __init__(self, runs: RunsApi) -> None:
-        self._runs = runs
-        self.error: Exception | None = None
-        self.forgotten = 0
-        self._forgot = asyncio.Event()
-
-    async def __call__(self) -> RunsApi:
-        if self.error is not None:
-            raise self.error
-        return self._runs
-
-    def forget(self) -> None:
-        self.forgotten += 1
-        self._forgot.set()
-
-    async def until_forgotten(self, times: int) -> None:
-        """Wait until calls were lost this often in all."""
-        while self.forgotten < times:
-            self._forgot.clear()
-            await self._forgot.wait()
-
-
 @asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[str]:
     """Serve an ASGI app over HTTP, and yield its URL."""
@@ -336,4 +324,4 @@ async def serving(app: Any) -> AsyncIterator[str]:
                 server.should_exit = True
 
 
-__all__ = ["ALICE", "NODE", "RECIPE", "FoundRuns", "RunsWithoutServices", "build_of", "serving"]
+__all__ = ["ALICE", "NODE", "RECIPE", "RunsWithoutServices", "build_of", "serving"]

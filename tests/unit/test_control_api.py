@@ -14,7 +14,7 @@ from headrace.actors.cluster.api import refusals
 from headrace.actors.cluster.api.bodies import MAX_BODY_BYTES, MAX_DEPTH
 from headrace.actors.cluster.runs.quotas import Quota, Quotas
 from headrace.actors.cluster.runs.records import ActualState, RunId
-from headrace.actors.errors import ActorLost, CannotBePlaced, RunsMissing
+from headrace.actors.errors import ActorLost, ActorMissing, CannotBePlaced, RunsMissing
 from headrace.buffer.errors import LedgerRefused
 from headrace.policies.errors import ModelInvalid
 from support.control_rig import Answer, ControlRig, malformed
@@ -222,6 +222,7 @@ async def test_readiness_names_what_is_not_ready(rig: ControlRig) -> None:
     ("error", "status", "code"),
     [
         (RunsMissing("start it"), 404, "runs_missing"),
+        (ActorMissing("there is no actor named runs"), 404, "runs_missing"),
         (ActorLost("the handle"), 503, "runs_away"),
         (TimeoutError("of a call"), 503, "runs_away"),
         (CannotBePlaced("no node has the label headrace/role=engine"), 409, "cannot_be_placed"),
@@ -233,14 +234,14 @@ async def test_readiness_names_what_is_not_ready(rig: ControlRig) -> None:
 async def test_errors_of_the_service_have_a_status_and_a_code(
     rig: ControlRig, error: Exception, status: int, code: str
 ) -> None:
-    rig.found.error = error
+    rig.runs.error = error
     answer = await rig.call("GET", "/v1/runs")
     assert (answer.status, answer.code) == (status, code)
     assert (await rig.call("GET", "/readyz", key="")).status == status
     assert ("retry-after" in answer.headers) == (status == 503)
     # What is unexpected may contain anything, so it is logged and not sent.
-    assert (str(error) in answer.document["error"]["message"]) == (status not in (500, 503))
-    assert bool(rig.found.forgotten) == isinstance(error, ActorLost)
+    is_shown = status not in (500, 503) and not isinstance(error, ActorMissing)
+    assert (str(error) in answer.document["error"]["message"]) == is_shown
 
 
 async def test_a_run_above_its_quota_is_refused_and_others_wait_in_order(tmp_path: Path) -> None:

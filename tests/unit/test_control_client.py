@@ -101,7 +101,7 @@ async def test_errors_are_those_of_the_service(rig: ControlRig, client: ControlC
         with pytest.raises(RunUnknown):
             await collect(other, run)
     for error in (RunsMissing("start it"), CannotBePlaced("no node")):
-        rig.found.error = error
+        rig.runs.error = error
         with pytest.raises(type(error), match=str(error)):
             await client.ask(RunsApi.runs)
 
@@ -114,12 +114,12 @@ async def test_a_run_that_never_fits_is_refused(tmp_path: Path) -> None:
 
 
 async def test_requests_are_repeated_while_the_service_is_away(rig: ControlRig, client: ControlClient) -> None:
-    rig.found.error = ActorLost("restarting")
+    rig.runs.error = ActorLost("restarting")
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(client.ask(RunsApi.submit, "a", RECIPE, "k"))
-        await rig.found.until_forgotten(2)
+        await rig.runs.until_lost(2)
         assert not waiting.done()
-        rig.found.error = None
+        rig.runs.error = None
     assert (await rig.runs.runs(ALICE)) == (waiting.result(),)
 
 
@@ -188,13 +188,13 @@ async def test_a_stream_stays_open_while_the_service_is_away(
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         stream = client.events(run)
         assert [(await anext(stream)).number for _ in range(2)] == [1, 2]
-        rig.found.error = ActorLost("restarting")
+        rig.runs.error = ActorLost("restarting")
         rest = tasks.create_task(anext(stream))
         # The poll of before still runs; its event makes the stream ask again.
         await rig.runs.note(run, "before")
         assert (await rest).text == "before"
-        await rig.found.until_forgotten(2)
-        rig.found.error = None
+        await rig.runs.until_lost(2)
+        rig.runs.error = None
         await rig.runs.note(run, "after")
         assert (await anext(stream)).text == "after"
         await stream.aclose()

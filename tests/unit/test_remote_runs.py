@@ -16,7 +16,7 @@ import pytest
 
 from headrace.actors.cli import remote_runs
 from headrace.actors.cli.app import app
-from headrace.actors.cli.cluster_access import Api, user_here
+from headrace.actors.cli.cluster_access import ClusterOptions, user_here
 from headrace.actors.cli.remote_runs import Event
 from headrace.actors.cluster.runs.records import ActualState
 from headrace.actors.errors import ConfigError, RunUnknown
@@ -28,7 +28,7 @@ from support.runs_without_services import ALICE, serving
 
 RECIPE = '[engines]\nbackend = "simulated"\n[learner]\nkind = "simulated"\n[agent]\nkind = "simulated"\n'
 WAIT_S = 30
-NOWHERE = Api(url="http://127.0.0.1:1", key_file=None)
+NOWHERE = ClusterOptions(url="http://127.0.0.1:1", key_file=None)
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def rig(tmp_path: Path) -> ControlRig:
 
 
 @pytest.fixture
-async def api(rig: ControlRig, tmp_path: Path) -> AsyncIterator[Api]:
+async def api(rig: ControlRig, tmp_path: Path) -> AsyncIterator[ClusterOptions]:
     key = tmp_path / "key"
     key.touch(mode=0o600)
     key.write_text("alice\n")
     async with serving(rig.app) as url:
-        yield Api(url=url, key_file=key)
+        yield ClusterOptions(url=url, key_file=key)
 
 
 @pytest.fixture
@@ -56,18 +56,18 @@ def as_json(event: Event) -> str:
     return orjson.dumps(event).decode()
 
 
-def command(api: Api, *words: str) -> None:
+def command(api: ClusterOptions, *words: str) -> None:
     """Run a command of `headrace` for the runs of the API."""
     app([*words, "--url", api.url, "--key-file", str(api.key_file)], standalone_mode=False)
 
 
-async def submit(api: Api, recipe: Path, name: str = "") -> None:
+async def submit(api: ClusterOptions, recipe: Path, name: str = "") -> None:
     code = await asyncio.to_thread(remote_runs.submit_run, api, recipe, name=name, overrides=[], detach=True)
     assert code == 0
 
 
 async def test_a_detached_run_is_submitted_under_the_name_of_its_recipe(
-    rig: ControlRig, api: Api, recipe: Path, tmp_path: Path
+    rig: ControlRig, api: ClusterOptions, recipe: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
     await asyncio.to_thread(
@@ -81,7 +81,7 @@ async def test_a_detached_run_is_submitted_under_the_name_of_its_recipe(
 @pytest.mark.whole(but_first=True)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_client_that_is_interrupted_only_detaches(
-    rig: ControlRig, api: Api, recipe: Path, number: signal.Signals
+    rig: ControlRig, api: ClusterOptions, recipe: Path, number: signal.Signals
 ) -> None:
     options = ("--url", api.url, "--key-file", str(api.key_file))
     command = ("-c", "from headrace.actors.cli.app import main; main()", "run", str(recipe), *options)
@@ -115,7 +115,7 @@ async def test_a_client_that_is_interrupted_only_detaches(
 )
 async def test_a_followed_run_gives_its_events_and_exit_code(
     rig: ControlRig,
-    api: Api,
+    api: ClusterOptions,
     recipe: Path,
     capsys: pytest.CaptureFixture[str],
     state: ActualState,
@@ -140,7 +140,7 @@ async def test_a_followed_run_gives_its_events_and_exit_code(
 
 
 async def test_a_followed_run_shows_the_warnings_of_its_actors_once(
-    rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str]
+    rig: ControlRig, api: ClusterOptions, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await submit(api, recipe)
     [record] = await rig.runs.runs(ALICE)
@@ -155,7 +155,7 @@ async def test_a_followed_run_shows_the_warnings_of_its_actors_once(
 
 
 async def test_runs_are_changed_and_shown_by_name(
-    rig: ControlRig, api: Api, recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    rig: ControlRig, api: ClusterOptions, recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     await submit(api, recipe)
     [record] = await rig.runs.runs(ALICE)
@@ -190,7 +190,7 @@ async def test_runs_are_changed_and_shown_by_name(
     assert [orjson.loads(line)["number"] for line in rest] == events + events[1:]
 
 
-async def test_the_newest_run_of_a_name_is_meant(rig: ControlRig, api: Api, recipe: Path) -> None:
+async def test_the_newest_run_of_a_name_is_meant(rig: ControlRig, api: ClusterOptions, recipe: Path) -> None:
     for _ in range(2):
         await submit(api, recipe, "a")
         await asyncio.to_thread(command, api, "stop", "a")

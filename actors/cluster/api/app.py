@@ -16,7 +16,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -29,7 +29,7 @@ from headrace.actors.cluster.api.refusals import Refusal, answer, refusal_of, re
 from headrace.actors.cluster.runs.contract import RUN, EventPage, RunsApi
 from headrace.actors.cluster.runs.operations import IDEMPOTENCY_KEY, Operation, operations_of
 from headrace.actors.cluster.runs.records import ActualState, Caller, Role, RunId, RunRecord
-from headrace.actors.errors import ActorGone, ActorLost, ConfigError
+from headrace.actors.errors import ActorMissing, ConfigError, RunsMissing
 from headrace.actors.runtime.actors.event_stream import POLL_S, event_stream
 from headrace.actors.telemetry.page.access import digest_of
 from headrace.actors.telemetry.page.page_processes import ANSWER_S
@@ -46,23 +46,11 @@ PAGE_S: Final = 2 * ANSWER_S
 """Time for the process of a page to start and to answer."""
 
 
-class FindRuns(Protocol):
-    """Finder of the actor."""
-
-    async def __call__(self) -> RunsApi:
-        """Return the actor. Raises RunsMissing if there is none, and ActorLost if the cluster does not answer."""
-        ...
-
-    def forget(self) -> None:
-        """Look the actor up again next time, because a call of it was lost."""
-        ...
-
-
-def make_app(find_runs: FindRuns, keys: KeyFile, secret: bytes) -> FastAPI:
+def make_app(runs: RunsApi, keys: KeyFile, secret: bytes) -> FastAPI:
     """Return the app, without pages of documentation, which would need no key. `secret`, which all replicas have, signs
     the cookies of browsers."""
     app = FastAPI(title="headrace", docs_url=None, redoc_url=None, openapi_url=None)
-    api = ControlApi(find_runs, keys, secret)
+    api = ControlApi(runs, keys, secret)
     for method, path, handler in api.routes():
         app.add_api_route(path, handler, methods=[method], response_model=None)
 
@@ -86,8 +74,8 @@ def user_of(keys: KeyFile, digest: bytes) -> Caller | None:
 class ControlApi:
     """All routes."""
 
-    def __init__(self, find_runs: FindRuns, keys: KeyFile, secret: bytes) -> None:
-        self._find_runs = find_runs
+    def __init__(self, runs: RunsApi, keys: KeyFile, secret: bytes) -> None:
+        self._runs = runs
         self._keys = keys
         self._pages = RunPages(
             secret=secret,
@@ -171,11 +159,11 @@ class ControlApi:
     async def _call(self, work: Callable[[RunsApi], Awaitable[T]], timeout_s: float = CALL_S) -> T:
         try:
             async with asyncio.timeout(timeout_s):
-                return await work(await self._find_runs())
-        except (ActorLost, ActorGone):
-            # The actor may have moved: a handle from before does not follow it.
-            self._find_runs.forget()
-            raise
+                return await work(self._runs)
+        except ActorMissing as error:
+            raise RunsMissing(
+                "this cluster has no service of runs: start it with `headrace run --address ADDRESS --detach RECIPE`"
+            ) from error
 
     async def _healthz(self, request: Request) -> Response:
         return answer({"ok": True})

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ray import serve
 
 from headrace.actors.cluster.api.app import make_app
 from headrace.actors.cluster.api.arguments import ControlArguments
-from headrace.actors.cluster.api.finder import RunsFinder
 from headrace.actors.cluster.api.keys import KeyFile
+from headrace.actors.cluster.runs.contract import ACTOR_NAME
+from headrace.actors.runtime.actors.nodes import NAMESPACE
+from headrace.actors.runtime.actors.runtime import ActorProxy
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
+
+    from headrace.actors.cluster.runs.contract import RunsApi
 
 MAX_REQUESTS: Final = 1000
 """Concurrent requests of a replica; every stream of events is one (Serve's default is 5)."""
@@ -32,7 +36,7 @@ class ControlReplica:
         self._secret = secret
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(RunsFinder(), self._keys, self._secret)
+        return make_app(cast("RunsApi", ActorProxy(ACTOR_NAME, namespace=NAMESPACE)), self._keys, self._secret)
 
 
 def application(args: ControlArguments) -> Application:

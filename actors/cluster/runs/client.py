@@ -20,7 +20,7 @@ from headrace.actors.cluster.runs.layout import ClusterTerms
 from headrace.actors.cluster.runs.operations import operation_of
 from headrace.actors.cluster.runs.records import RAY_USER, RunEvent, RunId, RunRecord
 from headrace.actors.cluster.runs.runs import Runs
-from headrace.actors.errors import ActorLost, RunsMissing
+from headrace.actors.errors import ActorMissing, RunsMissing
 from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection
 from headrace.actors.runtime.actors.nodes import NAMESPACE, Role
 from headrace.actors.runtime.actors.operations import until_back
@@ -53,10 +53,10 @@ async def start_runs(section: ClusterSection, *, quotas: Path | None = None) -> 
 
 
 async def find_runs() -> Runs:
-    """Return the actor that supervises the runs. Raises RunsMissing."""
+    """Return the actor that supervises the runs. Raises RunsMissing, ActorLost."""
     try:
         return await RayRuntime(namespace=NAMESPACE).find(Runs, ACTOR_NAME)
-    except ActorLost as error:
+    except ActorMissing as error:
         raise RunsMissing(
             "no run was ever submitted to this cluster: submit one with `headrace run RECIPE --address ADDRESS`"
         ) from error

@@ -31,10 +31,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
-from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
+from headrace.actors.errors import ActorGone, ActorLost, ActorMissing, ConfigError, StartFailed
 from headrace.actors.record.files.logs import LogTerms, begin_logs
 from headrace.actors.runtime.actors.nodes import (
     AGENT_TIMEOUT_S,
@@ -51,6 +52,7 @@ from headrace.actors.runtime.actors.nodes import (
 )
 from headrace.actors.runtime.actors.operations import ABSENCE, until_back
 from headrace.actors.runtime.actors.process_tree import begin_ticking
+from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.host.private_folders import temporary_folder
 
@@ -398,6 +400,7 @@ class ActorProxy:
         self._name = name
         self._handle = handle
         self._namespace = namespace
+        self._looking: asyncio.Future[Any] | None = None
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if method.startswith("_"):
@@ -416,14 +419,22 @@ class ActorProxy:
         return call
 
     async def _resolved(self) -> Any:
-        """Return the Ray handle, looked up by name once, in a thread because Ray's look-up blocks."""
+        """Return the Ray handle, looked up by name once. Raises ActorMissing if there is none, and ActorLost."""
         if self._handle is None:
             import ray
+            from ray.exceptions import RayError
 
+            # Ray's look-up blocks while the head of the cluster is away: one thread looks up for all callers.
+            looking = self._looking
+            if looking is None or looking.done() or looking.get_loop() is not asyncio.get_running_loop():
+                look_up = partial(ray.get_actor, self._name, self._namespace or None)
+                looking = self._looking = start_in_thread(look_up, name=f"find-{self._name}")
             try:
-                self._handle = await asyncio.to_thread(ray.get_actor, self._name, self._namespace or None)
+                self._handle = await asyncio.shield(looking)
             except ValueError as error:
-                raise ActorLost(f"there is no actor named {self._name}") from error
+                raise ActorMissing(f"there is no actor named {self._name}") from error
+            except RayError as error:
+                raise ActorLost(f"the cluster does not answer a look-up of {self._name}") from error
         return self._handle
 
     def _forget(self, handle: Any) -> None:
