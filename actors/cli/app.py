@@ -17,12 +17,10 @@ from rich.table import Table
 from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
 from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cluster
 from headrace.actors.cli.data import data_app
-from headrace.actors.cli.dry_run import show_dry_run
-from headrace.actors.cli.engine import serve
+from headrace.actors.cli.engine import model_app, serve
 from headrace.actors.cli.image import ImageFolder, image_app
-from headrace.actors.cli.ledger import drop_batch, retry_lost
+from headrace.actors.cli.ledger import drop_batch, retry_lost, tasks_app
 from headrace.actors.cli.logs import logs
-from headrace.actors.cli.model import model_app
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -50,13 +48,14 @@ from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resum
 from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
 from headrace.actors.cli.servers import observe, retriever_app
 from headrace.actors.cli.simulation import check, simulate, tune
-from headrace.actors.cli.tasks import tasks_app
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.run import exit_codes
 from headrace.serve.gateway.exports.export_form import ExportForm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.actors.run.summary import RunSummary
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=exit_codes.HELP)
@@ -155,6 +154,35 @@ def run(
     _report(summary, json)
 
 
+def show_dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str], *, json: Path | None) -> None:
+    """Check a recipe and print every key of the run that no default sets. With `json`, write all keys. Raises
+    ConfigError."""
+    from headrace.actors.run.launch import dry_run
+    from headrace.actors.run.overlays import DEFAULT, described
+
+    checked = dry_run(recipe, on, overrides)
+    keys = list(described(checked.config, checked.origins))
+    table = Table(box=None, pad_edge=False)
+    for column in ("key", "value", "set by"):
+        table.add_column(column, overflow="fold")
+    for key, value, origin in keys:
+        if origin != DEFAULT:
+            table.add_row(key, repr(value), origin)
+    show(table, result_console())
+    train, held_out = checked.tasks
+    say(f"{len(keys)} keys, {train} training tasks, {held_out} held-out tasks: the recipe is valid")
+    for deviation in getattr(checked.config.learner, "deviations", ()):
+        say(f"learner: {deviation}")
+    for reason in checked.absent:
+        say(f"not on this machine: {reason}")
+    document = {
+        "keys": {key: {"value": value, "set_by": origin} for key, value, origin in keys},
+        "tasks": {"train": train, "heldout": held_out},
+        "not_on_this_machine": checked.absent,
+    }
+    write_json(document, json)
+
+
 @app.command()
 @on_cluster
 def resume(
@@ -249,8 +277,7 @@ def evaluate(
         )
     )
     summary = drive_evaluation(evaluation, quiet=quiet)
-    if json is not None:
-        write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
+    write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
     say(*summary.lines())
     say(f"see {evaluation.out}")
     if summary.success is None:
@@ -288,8 +315,7 @@ def status(
                 raise
             say(str(error))
     states = [status_of(config, directory) for config, directory in found]
-    if json is not None:
-        write_json(states if run_dir is None else states[0], json)
+    if write_json(states if run_dir is None else states[0], json):
         return
     table = Table("run", "state", "version", "reward", "held-out", box=None)
     for state in states:
@@ -339,8 +365,7 @@ def report(
         return
     directory = reopen(run_dir)[1]
     told, causes = report_of(directory), explain(read_times(directory.path)).causes[:CAUSES]
-    if json is not None:
-        write_json(told.to_json() | {"slowness": [asdict(cause) for cause in causes]}, json)
+    if write_json(told.to_json() | {"slowness": causes}, json):
         return
     show(told.tables())
     for cause in causes:
@@ -356,8 +381,7 @@ def doctor(json: Json = None) -> None:
 
     check_ray_folder()
     guarantees = probe()
-    if json is not None:
-        write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json)
+    if write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json):
         return
     table = Table("guarantee", "", "detail", box=None)
     for guarantee in guarantees:
@@ -389,9 +413,7 @@ def verify(
 
     report = verify_ledger(reopen(run_dir)[1].path, Steadily("groups checked"))
     document = asdict(report) | {"clean": report.clean}
-    if json is not None:
-        write_json(document, json)
-    else:
+    if not write_json(document, json):
         for key, value in document.items():
             console().print(f"{key:>22}  {value}", highlight=False)
     if not report.clean:
@@ -409,8 +431,7 @@ def export(
     from headrace.buffer.audit.export import export as export_ledger
 
     report = export_ledger(reopen(run_dir)[1].path, out)
-    if json is not None:
-        write_json(asdict(report), json)
+    if write_json(report, json):
         return
     for name, rows in report.rows.items():
         console().print(f"{name:>14}  {rows} rows", highlight=False)
@@ -631,8 +652,7 @@ def _announce(url: str, json: Path | None) -> None:
 
 
 def _report(summary: RunSummary, json: Path | None, **more: object) -> None:
-    if json is not None:
-        write_json(summary.to_json() | more, json)
+    write_json(summary.to_json() | more, json)
     say(*summary.lines())
     if not summary.completed:
         raise typer.Exit(EXIT_DRAINED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -68,8 +67,7 @@ def list_nodes(cluster: ClusterOptions, json: Json = None) -> None:
     """List the nodes of a cluster: role, free disk and memory as the node's agent reports them, and the runs with
     actors there. With --url, it needs a key of an admin."""
     nodes = cluster.call(RunsApi.nodes)
-    if json is not None:
-        write_json([asdict(node) for node in nodes], json)
+    if write_json(nodes, json):
         return
     table = Table("address", "role", "cpus", "gpus", "free disk", "free memory", "runs", "node", box=None)
     for node in nodes:
@@ -100,8 +98,7 @@ def drain_node(
         return await client.ask(RunsApi.drain_node, this_node() if node == HERE else node, deadline_s)
 
     drained = cluster.ask(leave)
-    if json is not None:
-        write_json(asdict(drained), json)
+    write_json(drained, json)
     for run_id, left in drained.runs.items():
         say(f"run {run_id}: {left.line()}")
     say(f"node {drained.address} can end")

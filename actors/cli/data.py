@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,8 +70,8 @@ def convert(
     except OSError as error:
         raise ConfigError(f"{error.filename or source}: {error.strerror}") from error
     if json is not None:
-        refused = list(map(asdict, done.refusals))
-        write_json({"tasks": str(done.tasks), "count": done.count, "refused": refused, "report": done.to_json()}, json)
+        refused, report = done.refusals, done.to_json()
+        write_json({"tasks": str(done.tasks), "count": done.count, "refused": refused, "report": report}, json)
     if found != form:
         say(f"the rows have the form {found}")
     say(f"{done.count + done.refused} read, {done.count} converted to {done.tasks}, {done.refused} refused")
@@ -167,8 +166,7 @@ def check(
     path = (out or tasks.parent) / "checked.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tasks(path, [task for task in loaded if task.id in kept])
-    if json is not None:
-        write_json({"tasks": str(path), "kept": len(kept), "checked": list(map(asdict, found))}, json)
+    write_json({"tasks": str(path), "kept": len(kept), "checked": found}, json)
     for checked in found:
         if checked.fault is not None:
             say(f"  {checked.task_id}: {checked.fault}")

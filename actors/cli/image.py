@@ -71,9 +71,7 @@ def add(
             await store.aclose()
 
     image = asyncio.run(run())
-    if json is not None:
-        write_json(asdict(image), json)
-    else:
+    if not write_json(image, json):
         say(f"{image.name}: {len(image.layers)} layers, {image.size_bytes / (1 << 20):.1f} MiB, {image.digest}")
 
 
@@ -83,8 +81,7 @@ def list_images(image_folder: ImageFolder = None, json: Json = None) -> None:
     from headrace.sandboxes.images.catalog import ImageCatalog
 
     found = ImageCatalog(_store(image_folder).files).all()
-    if json is not None:
-        write_json([asdict(image) for image in found], json)
+    if write_json(found, json):
         return
     table = Table("name", "MiB", "layers", "created", "network of builds", "source", box=None)
     for image in found:
@@ -117,9 +114,7 @@ class ImageCheck:
 def check_image(name: Name, image_folder: ImageFolder = None, json: Json = None) -> None:
     """Boot sandboxes of an image, run commands as root and as a user, and measure; exit code 3 if any failed."""
     found = asyncio.run(_check(name, image_folder))
-    if json is not None:
-        write_json({**asdict(found), "usable": found.usable}, json)
-    else:
+    if not write_json({**asdict(found), "usable": found.usable}, json):
         present = ", ".join(program for program, there in found.programs.items() if there) or "none"
         say(
             f"{name}: boot {found.boot_p50_ms:.1f} ms, exec {found.exec_p50_ms:.1f} ms (medians of {found.boots})",
@@ -187,9 +182,7 @@ def interpreter(
             return await add_interpreter(provider, name, base, chosen)
 
     image = asyncio.run(run())
-    if json is not None:
-        write_json(asdict(image), json)
-    else:
+    if not write_json(image, json):
         say(f"{image.name}: {len(image.layers)} layers, {image.size_bytes / (1 << 20):.1f} MiB, {image.digest}")
 
 
@@ -217,7 +210,5 @@ def prune(
             catalog.remove(name)
     freed = files.unused_bytes(without=names or ()) if dry_run else files.evict(0)
     document = {"removed_names": names or [], "freed_bytes": freed, "dry_run": dry_run}
-    if json is not None:
-        write_json(document, json)
-    else:
+    if not write_json(document, json):
         say(f"{'would free' if dry_run else 'freed'} {freed / (1 << 20):.1f} MiB")

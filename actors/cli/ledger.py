@@ -1,6 +1,8 @@
-"""The commands `headrace ledger drop-batch` and `retry-lost`, which repair the ledger of a stopped run.
+"""The commands `headrace ledger drop-batch` and `retry-lost`, which repair the ledger of a stopped run, and `headrace
+tasks parked` and `unpark`, which list and release tasks that a run no longer issues.
 
-Invariant: the run's lock is taken before the ledger is read, so that a repair never changes a live run.
+Invariant: the run's lock is taken before the ledger is read, so that a repair never changes a live run. (`parked` only
+reads.)
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from headrace.actors.cli.output import EXIT_DIRTY, Json, say, write_json
+from headrace.actors.cli.output import EXIT_DIRTY, Json, say, show, write_json
+from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from headrace.buffer.trajectories.types import RolloutId
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is not live.")]
+AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, which may be live.")]
+
+tasks_app = typer.Typer(no_args_is_help=True, help="List and release the parked tasks of a run.")
 
 
 def drop_batch(
@@ -43,9 +50,8 @@ def drop_batch(
             return await store.operators.drop_batch(BatchId(batch) if batch else None)
 
     dropped = asyncio.run(drop())
-    if json is not None:
-        members = [{"rollout_id": member.rollout_id, "attempt": member.attempt} for member in dropped.members]
-        write_json({"batch_id": dropped.batch_id, "version": str(dropped.version), "members": members}, json)
+    members = [{"rollout_id": member.rollout_id, "attempt": member.attempt} for member in dropped.members]
+    write_json({"batch_id": dropped.batch_id, "version": str(dropped.version), "members": members}, json)
     say(
         f"dropped {dropped.batch_id}: its {len(dropped.members)} rollouts will not be trained; "
         f"continue with `headrace resume {run_dir}`"
@@ -73,8 +79,7 @@ def retry_lost(run_dir: Run, json: Json = None) -> None:
 
     again = asyncio.run(retry())
     left = verify(directory.path)
-    if json is not None:
-        write_json({"issued_again": again, "lost": left.lost, "problems": left.problems}, json)
+    write_json({"issued_again": again, "lost": left.lost, "problems": left.problems}, json)
     say(f"{len(again)} rollouts get a new attempt; {left.lost} are still lost")
     if left.lost:
         say(f"restore the missing files, e.g. from a copy of the run: {left.problems[0]}")
@@ -104,3 +109,43 @@ async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterato
         )
         async with await opening as store:
             yield store
+
+
+@tasks_app.command()
+def parked(run_dir: AnyRun, json: Json = None) -> None:
+    """List tasks that are no longer issued: since when, on which hosts they failed, and the last failure."""
+    from headrace.actors.run.launch import reopen
+    from headrace.buffer.audit.condition import read_condition
+
+    found = read_condition(reopen(run_dir)[1].path).parked
+    if write_json(found, json):
+        return
+    if not found:
+        say("no task is parked")
+        return
+    table = Table("task", "parked", "hosts", "last failure", box=None)
+    for task in found:
+        table.add_row(task.task_id, utc(task.parked_at_s), ", ".join(task.hosts) or "-", task.last_failure)
+    show(table)
+
+
+@tasks_app.command()
+def unpark(
+    run_dir: Run,
+    tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Ids of parked tasks.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Release all parked tasks.")] = False,
+    json: Json = None,
+) -> None:
+    """Issue parked tasks again from the next resume on, with a cleared failure record."""
+    from headrace.actors.run.launch import reopen
+
+    if bool(tasks) == every:
+        raise typer.BadParameter("name the tasks to release, or give --all (`headrace tasks parked` lists them)")
+
+    async def release() -> tuple[str, ...]:
+        async with idle_store(*reopen(run_dir)) as store:
+            return await store.operators.unpark(tasks or None)
+
+    released = asyncio.run(release())
+    write_json({"released": released}, json)
+    say(f"{len(released)} tasks are released; continue with `headrace resume {run_dir}`")

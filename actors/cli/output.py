@@ -103,8 +103,11 @@ def engine_table(engines: Iterable[EngineStatus]) -> Table:
     return table
 
 
-def write_json(document: Any, path: Path) -> None:
-    """Write a document as JSON to a file, or to standard output if the path is `-`. Raises ConfigError."""
+def write_json(document: Any, path: Path | None) -> bool:
+    """Write a document as JSON to a file, or to standard output if the path is `-`; return False without a path.
+    Records may be part of the document. Raises ConfigError."""
+    if path is None:
+        return False
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
     if str(path) == "-":
         sys.stdout.buffer.write(data)
@@ -114,6 +117,7 @@ def write_json(document: Any, path: Path) -> None:
             path.write_bytes(data)
         except OSError as error:
             raise ConfigError(f"--json {path}: cannot be written ({error.strerror}); name another file") from error
+    return True
 
 
 __all__ = [

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
@@ -60,7 +60,7 @@ def submit_run(
     record = cluster.call(RunsApi.submit, name or recipe.stem, document, key)
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
     if detach:
-        _write(record, json)
+        write_json(record, json)
         return 0
     return follow_run(cluster, record.run_id, json=json)
 
@@ -89,7 +89,7 @@ def follow_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -
         say(f"detached; the run goes on: headrace events {run} {cluster}")
         raise KeyboardInterrupt from None
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
-    _write(record, json)
+    write_json(record, json)
     if record.exit_code is not None:
         return record.exit_code
     # It ended without a service that could tell one.
@@ -131,17 +131,14 @@ def _cancel_on_signals() -> None:
 def show_runs(cluster: ClusterOptions, *, json: Path | None = None) -> None:
     """Show all runs that the key may see."""
     records = cluster.call(RunsApi.runs)
-    if json is not None:
-        write_json([asdict(record) for record in records], json)
-    else:
+    if not write_json(records, json):
         show(_runs_table(records))
 
 
 def show_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -> None:
     """Show the state of a run; as JSON, the document of `headrace status --json RUN`."""
     status = cluster.call_on(RunsApi.status, run)
-    if json is not None:
-        write_json(status, json)
+    if write_json(status, json):
         return
     show(_runs_table([cluster.call_on(RunsApi.run, run)]))
     for key in ("steps", "version", "reward", "held", "head"):
@@ -171,7 +168,7 @@ def recover_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) 
 def show_change(record: RunRecord, json: Path | None) -> None:
     """Show a run that was changed."""
     say(f"run {record.run_id} ({record.name}): {_state(record)}, should be {record.desired}")
-    _write(record, json)
+    write_json(record, json)
 
 
 def print_logs(
@@ -214,11 +211,6 @@ async def _pages(
 
 def _state(record: RunRecord) -> str:
     return f"{record.actual} ({record.reason})" if record.reason else record.actual.value
-
-
-def _write(record: RunRecord, json: Path | None) -> None:
-    if json is not None:
-        write_json(asdict(record), json)
 
 
 def _runs_table(records: Iterable[RunRecord]) -> Table:

@@ -3,7 +3,6 @@ through the cluster that has it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -39,9 +38,7 @@ def list_engines(run: Run, cluster: ClusterOptions, json: Json = None) -> None:
     else:
         roster = read_roster(_directory(run).engines)
         engines, known = roster.engines, {"time_s": roster.time_s}
-    if json is not None:
-        write_json(known | {"engines": [asdict(engine) for engine in engines]}, json)
-    else:
+    if not write_json(known | {"engines": engines}, json):
         show(engine_table(engines))
 
 
@@ -87,9 +84,7 @@ def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float)
 
 
 def _say(change: EngineChange, json: Path | None) -> None:
-    if json is not None:
-        write_json(asdict(change), json)
-    else:
+    if not write_json(change, json):
         say(f"{change.engine_id}: {'added' if change.done == 'add' else 'removed'}")
 
 

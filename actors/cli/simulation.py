@@ -149,8 +149,7 @@ def tune(
             progress.update(rounds[number], completed=done)
 
         tuned = run_tuning(prepared, advance)
-    if json is not None:
-        write_json(tuned.to_json(), json)
+    write_json(tuned.to_json(), json)
     show(tuned.table())
     say(*tuned.lines())
     # The TOML to paste goes to standard output, unless the JSON does.
@@ -182,6 +181,5 @@ def check(
         evaluation = prepare_check(recipe, task, overrides or (), Path(folder).resolve())
         drive_evaluation(evaluation, quiet=quiet)
         checked = read_check(evaluation)
-    if json is not None:
-        write_json(checked.to_json(), json)
+    write_json(checked.to_json(), json)
     say(*checked.lines())

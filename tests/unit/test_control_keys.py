@@ -13,6 +13,7 @@ from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.runs.records import Caller, Role
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.page.access import digest_of
+from headrace.sandboxes.errors import SecretRefused
 
 
 def digest(key: str) -> str:
@@ -107,10 +108,10 @@ def test_a_client_key_is_read_from_a_private_file(tmp_path: Path) -> None:
     path = write(tmp_path / "key", "secret\n")
     assert read_key(path) == "secret"
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
+    with pytest.raises(SecretRefused, match="chmod 600"):
         read_key(path)
     for text in ("", "two words", "\x00"):
         with pytest.raises(ConfigError, match="one key on one line"):
             read_key(write(tmp_path / "key", text))
-    with pytest.raises(ConfigError, match="name the file"):
+    with pytest.raises(SecretRefused, match="name a file"):
         read_key(tmp_path / "none")

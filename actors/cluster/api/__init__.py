@@ -5,9 +5,10 @@ Invariants:
 """
 
 # Annotations are objects here, not strings: Ray Serve checks the arguments of `build` by its annotation.
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from headrace.actors.cluster.api.arguments import ControlArguments
+from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -15,9 +16,24 @@ if TYPE_CHECKING:
 __all__ = ["ControlArguments", "build"]
 
 
+class ControlArguments(BaseModel):
+    """Arguments of the application, `args` in the file for `serve deploy`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key_file: Path
+    """File with lines `SHA256 ROLE OWNER`, on every node that may have a replica."""
+    replicas: Annotated[int, Field(ge=1)] = 2
+    cpus: Annotated[float, Field(ge=0)] = 0.1
+    """CPUs that each replica reserves."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that may have a replica, e.g. headrace/role; by default all nodes."""
+
+
 def build(args: ControlArguments) -> "Application":
     """Return the Serve application, for `serve deploy` (scripts/serve/control.yaml). Its replicas do not start if the
     key file is refused, with the reason in their logs."""
     from headrace.actors.cluster.api.deployment import application
 
-    return application(args)
+    options = {"num_cpus": args.cpus} | ({"label_selector": args.label_selector} if args.label_selector else {})
+    return application(args.key_file, args.replicas, options)

@@ -11,8 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from headrace.actors.cluster.runs.operations import IDEMPOTENCY_KEY, operation_o
 from headrace.actors.cluster.runs.records import RunEvent, RunId
 from headrace.actors.errors import ActorLost, ApiRefused, ConfigError
 from headrace.actors.runtime.actors.event_stream import AGAIN_S, END, POLL_S
+from headrace.sandboxes.host.key_files import read_private
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,16 +55,9 @@ class _Message:
 
 
 def read_key(path: Path) -> str:
-    """Read a key from a private file. Raises ConfigError."""
-    try:
-        with path.open(encoding="ascii") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            key = file.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--key-file {path} cannot be read ({error}): name the file with your key") from error
-    if mode & 0o077:
-        raise ConfigError(f"--key-file {path} has mode {mode:o}, so others can use your key: chmod 600 {path}")
-    if not key or not key.isprintable() or " " in key:
+    """Read a key from a private file. Raises ConfigError, SecretRefused."""
+    key = read_private(path, "--key-file", longest=4096).strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"--key-file {path} must have one key on one line")
     return key
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from ray import serve
 
 from headrace.actors.cluster.api.app import make_app
-from headrace.actors.cluster.api.arguments import ControlArguments
 from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.runs.contract import ACTOR_NAME
 from headrace.actors.runtime.actors.nodes import NAMESPACE
@@ -39,16 +38,13 @@ class ControlReplica:
         return make_app(cast("RunsApi", ActorProxy(ACTOR_NAME, namespace=NAMESPACE)), self._keys, self._secret)
 
 
-def application(args: ControlArguments) -> Application:
-    """Return the application for `args`."""
-    options: dict[str, Any] = {"num_cpus": args.cpus}
-    if args.label_selector:
-        options["label_selector"] = args.label_selector
+def application(key_file: Path, replicas: int, options: dict[str, Any]) -> Application:
+    """Return the application, whose replicas have these options of Ray."""
     deployment = serve.deployment(
         name="control",
-        num_replicas=args.replicas,
+        num_replicas=replicas,
         max_ongoing_requests=MAX_REQUESTS,
         graceful_shutdown_timeout_s=DRAIN_S,
         ray_actor_options=options,
     )
-    return deployment(serve.ingress()(ControlReplica)).bind(args.key_file, secrets.token_bytes(32))
+    return deployment(serve.ingress()(ControlReplica)).bind(key_file, secrets.token_bytes(32))

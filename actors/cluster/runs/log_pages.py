@@ -12,9 +12,10 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import orjson
+from pydantic import Field, TypeAdapter
 
 from headrace.actors.cluster.runs.contract import LogPage
 from headrace.actors.errors import RunRefused
@@ -22,6 +23,8 @@ from headrace.actors.record.files.log_lines import LogReader, Position, actor_of
 
 MAX_CURSOR: Final = 256 << 10
 """Maximum number of characters of a cursor that is read."""
+_CURSOR: Final = TypeAdapter(dict[str, tuple[str, Annotated[int, Field(ge=0)]]])
+"""Mark and offset of a position in each log."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,15 +96,10 @@ def _decoded(cursor: str) -> dict[str, Position]:
     try:
         if len(cursor) > MAX_CURSOR:
             raise ValueError("too long")
-        document = orjson.loads(base64.b64decode(cursor, altchars=b"-_", validate=True))
-        positions = {}
-        for name, (mark, offset) in document.items():
-            if not isinstance(mark, str) or type(offset) is not int or offset < 0:
-                raise TypeError("no position")
-            positions[name] = Position(mark, offset)
-    except (AttributeError, TypeError, ValueError) as error:
+        document = _CURSOR.validate_json(base64.b64decode(cursor, altchars=b"-_", validate=True), strict=True)
+    except ValueError as error:
         raise _invalid_cursor() from error
-    return positions
+    return {name: Position(*place) for name, place in document.items()}
 
 
 def _invalid_cursor() -> RunRefused:
