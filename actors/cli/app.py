@@ -391,15 +391,8 @@ def doctor(json: Json = None) -> None:
         say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
-app.command()(drain)
-app.command()(stop)
-app.command()(upgrade)
-app.command()(events)
-app.command()(logs)
-app.command()(observe)
-app.command()(check)
-app.command()(simulate)
-app.command()(tune)
+for command in (drain, stop, upgrade, events, logs, observe, check, simulate, tune):
+    app.command()(command)
 
 
 @ledger_app.command()

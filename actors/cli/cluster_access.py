@@ -10,18 +10,17 @@ import asyncio
 import getpass
 import inspect
 import os
-import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import orjson
 import typer
 
 from headrace.actors.cluster.runs.contract import Method, RunsApi, RunsClient
-from headrace.actors.cluster.runs.records import Caller, Recipe, RunId
+from headrace.actors.cluster.runs.records import RUN_ID, Caller, Recipe, RunId
 from headrace.actors.errors import ConfigError, RunUnknown
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)

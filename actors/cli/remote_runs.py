@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.cluster_access import RUN_ID, run_id_of
+from headrace.actors.cli.cluster_access import run_id_of
 from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, say, show, write_json
 from headrace.actors.cluster.runs.contract import RunsApi
-from headrace.actors.cluster.runs.records import ActualState, RunId
+from headrace.actors.cluster.runs.records import RUN_ID, ActualState, RunId
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.absences import Absent
 from headrace.actors.record.files.log_lines import event_of

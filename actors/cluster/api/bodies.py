@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,14 +18,13 @@ from pydantic import BaseModel, ValidationError
 from headrace.actors.cluster.api.refusals import Refusal
 from headrace.actors.cluster.runs.contract import unknown_run
 from headrace.actors.cluster.runs.operations import Operation
-from headrace.actors.cluster.runs.records import RunId
+from headrace.actors.cluster.runs.records import RUN_ID, RunId
 
 if TYPE_CHECKING:
     from fastapi import Request
 
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 32
-_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 async def read_bytes(request: Request, most: int) -> bytes:
@@ -94,7 +92,7 @@ def _problem(error: ValidationError) -> str:
 def run_id_of(request: Request) -> RunId:
     """Return the id in the path. Raises RunUnknown if it cannot be one."""
     run = request.path_params["run"]
-    if not _RUN_ID.fullmatch(run):
+    if not RUN_ID.fullmatch(run):
         raise unknown_run(run)
     return RunId(run)
 

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter
 
 RunId = NewType("RunId", str)
 """32 hexadecimal digits."""
+RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 Recipe = Mapping[str, Mapping[str, Any]]
 """Tables of a recipe as in its TOML file, after overrides; its paths are absolute on the nodes of the cluster."""
