@@ -6,7 +6,6 @@ import asyncio
 import threading
 
 import pytest
-import ray
 
 from headrace.actors.errors import ActorLost, ActorMissing
 from headrace.actors.runtime.actors.runtime import ActorProxy
@@ -31,7 +30,7 @@ class LookUps:
 @pytest.fixture
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> LookUps:
     look_ups = LookUps()
-    monkeypatch.setattr(ray, "get_actor", look_ups)
+    monkeypatch.setattr("ray.get_actor", look_ups)
     return look_ups
 
 
@@ -58,17 +57,15 @@ async def test_a_handle_is_kept_until_it_is_forgotten(look_ups: LookUps) -> None
     assert look_ups.count == 2
 
 
-@pytest.mark.parametrize(
-    ("raised", "error"), [(ValueError("no such actor"), ActorMissing), (ray.exceptions.RpcError("gone"), ActorLost)]
-)
-async def test_an_actor_that_is_not_found_is_looked_up_again(
-    look_ups: LookUps, raised: Exception, error: type[Exception]
-) -> None:
+async def test_an_actor_that_is_not_found_is_looked_up_again(look_ups: LookUps) -> None:
+    from ray.exceptions import RpcError
+
     look_ups.answer.set()
-    look_ups.error = raised
     runs = ActorProxy("runs")
-    with pytest.raises(error, match="runs"):
-        await runs._resolved()
+    for raised, error in ((ValueError("no such actor"), ActorMissing), (RpcError("gone"), ActorLost)):
+        look_ups.error = raised
+        with pytest.raises(error, match="runs"):
+            await runs._resolved()
     look_ups.error = None
     await runs._resolved()
 
