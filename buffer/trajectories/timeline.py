@@ -128,7 +128,7 @@ class Timeline:
         def segments() -> Iterator[Segment]:
             begin = 0
             for row in document["segments"]:
-                part, since, length, turn, detail = (*row, 0, 0, 0)[:5]
+                part, since, length, turn, detail = (*row, 0, 0, 0, 0)[:5]
                 begin += since
                 begin_s, end_s = begin / TICKS_PER_S, (begin + length) / TICKS_PER_S
                 yield Segment(texts[part], begin_s, end_s, turn, texts[detail])

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.trace import get_tracer
 
 from headrace.actors.record.files.parts import in_part
@@ -495,3 +497,21 @@ def test_parts_of_tools_are_the_agent_s() -> None:
 )
 def test_the_head_of_a_call_is_its_command_or_first_text(arguments: str, head: str) -> None:
     assert head_of_call(arguments) == head
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["boot", "gate", "tool.bash"]),
+            st.integers(0, 3),
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.sampled_from(["", "ls"]),
+        ),
+        max_size=6,
+    )
+)
+def test_a_timeline_of_tiny_segments_is_read_as_it_was_stored(rows: list[tuple[str, int, int, int, str]]) -> None:
+    segments = [Segment(part, at / 1e4, (at + ticks) / 1e4, turn, detail) for part, at, ticks, turn, detail in rows]
+    timeline = Timeline(segments=sorted(segments, key=lambda each: each.start_s))
+    assert Timeline.from_json(timeline.to_json()) == timeline

@@ -139,8 +139,10 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
 
 def phases_of(cohorts: Cohorts, parts: Iterable[str]) -> dict[str, tuple[Floats, Floats]]:
     """Return begin and end of the phase of each part in each rollout, in Unix time, each of shape (rows,): before the
-    agent, while it worked, or in the evaluation. The phase and not the part, since it says when the part might have
-    been held up in rollouts that it did not hold up."""
+    agent, while it worked, or in the evaluation.
+
+    The phase and not the part: where an event made the part longer, or there only, its own position would depend on
+    what it is compared with (of 20 runs slowed by an evaluation 16 were explained with it, 19 with the phase)."""
     rows, (begins_s, ends_s) = cohorts.rows, cohorts.extents
     first_s, issued_s = np.array([(row.issued_at_s, row.last_issued_at_s) for row in rows]).reshape(-1, 2).T
     whole = issued_s, first_s + cohorts.totals
@@ -154,7 +156,9 @@ def phases_of(cohorts: Cohorts, parts: Iterable[str]) -> dict[str, tuple[Floats,
         known = np.isfinite(begin_s)
         return np.where(known, begin_s, whole[0]), np.where(known, end_s, whole[1])
 
-    before, agent, evaluation = phase(BEFORE_AGENT.__contains__), phase(is_of_agent), phase(is_of_evaluation)
+    # An order competes for a place from its issue on.
+    before = issued_s, phase(BEFORE_AGENT.__contains__)[1]
+    agent, evaluation = phase(is_of_agent), phase(is_of_evaluation)
     found = {}
     for part in parts:
         if part in (EARLIER_ATTEMPTS, STALENESS_WAIT):
