@@ -31,8 +31,7 @@ def slow(
     factor that slow ones have in common, the seconds by which it delayed a step, and what to change. It reads the
     run directory only, so it works for runs that are over, killed or copied."""
     from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.telemetry.slow.evaluations import read_evaluation_times
-    from headrace.actors.telemetry.slow.reading import read_times
+    from headrace.actors.telemetry.slow.reading import read_evaluation_times, read_times
     from headrace.actors.telemetry.slow.terminal_text import chosen, slow_lines
     from headrace.actors.telemetry.slow.verdicts import explain
 
@@ -61,7 +60,7 @@ def show_rollout(
     its cohort, and say why if it was slow."""
     from headrace.actors.errors import ConfigError
     from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.telemetry.slow.evaluations import times_with
+    from headrace.actors.telemetry.slow.reading import times_with
     from headrace.actors.telemetry.slow.terminal_text import place_of_rollout, waterfall, waterfall_lines
     from headrace.actors.telemetry.slow.timelines import read_timelines
     from headrace.actors.telemetry.slow.waterfall_html import waterfall_page

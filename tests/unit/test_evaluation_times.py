@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.simulation.virtual.plan import make_plan
 from headrace.actors.simulation.virtual.simulate import run_plan
-from headrace.actors.telemetry.slow.evaluations import read_evaluation_times
-from headrace.actors.telemetry.slow.reading import read_times
+from headrace.actors.telemetry.slow.reading import read_evaluation_times, read_times
 from headrace.actors.telemetry.slow.verdicts import explain
 from headrace.buffer.audit.evidence import begin_with_archive, reading
 from headrace.buffer.audit.joined_rows import JoinedRows

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from headrace.actors.errors import RunError
 from headrace.actors.telemetry.slow.cohort import Cohorts, Typical
-from headrace.actors.telemetry.slow.evaluations import times_with
+from headrace.actors.telemetry.slow.reading import times_with
 from headrace.actors.telemetry.slow.rows import RolloutTime, RunTimes
 from headrace.actors.telemetry.slow.verdicts import SlowReport, explain
 from headrace.buffer.errors import ReplayError

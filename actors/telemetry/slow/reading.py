@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.telemetry.slow.meanwhile import add_metrics, intervals_of_ledger
+from headrace.actors.telemetry.slow.meanwhile import EVALUATION, add_metrics, intervals_of_ledger
 from headrace.actors.telemetry.slow.rows import (
     BUFFER_WAIT,
     DISPATCH,
@@ -50,6 +50,17 @@ _ATTEMPT: Final = (
     "charged_to",
     "breakdown",
     "offered",
+)
+_EVALUATION: Final = (
+    "rollout_id",
+    "attempt",
+    "task_id",
+    "tag",
+    "version",
+    "cause",
+    "recorded_at_s",
+    "host",
+    "breakdown",
 )
 
 
@@ -84,6 +95,39 @@ def read_times(run_dir: Path) -> RunTimes:
     return RunTimes(rows=tuple(found), steps=tuple(steps), meanwhile=tuple(intervals), missing=tuple(missing))
 
 
+def read_evaluation_times(run_dir: Path) -> RunTimes:
+    """Read the rollouts of a run's held-out evaluations, whose cohorts are of evaluations only. One without a breakdown
+    is left out, and counted in `missing`. Raises LedgerRefused when there is no ledger that this version can read."""
+    directory = RunDirectory.at(run_dir)
+    tries: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
+    tasks: dict[str, tuple[str, str]] = {}
+    with reading(directory.path) as (database, archive):
+        attached, damage = begin_with_archive(database, archive)
+        rows = JoinedRows(database, attached=attached)
+        for rollout_id, attempt, task, tag, version, cause, ended_s, host, breakdown in rows.select(
+            "evaluations", _EVALUATION
+        ):
+            began_s = ended_s - (sum(measured_times(breakdown).parts_s.values()) if breakdown else 0.0)
+            row = (rollout_id, attempt, version, began_s, ended_s, cause, 0, host, None, breakdown, True)
+            tries[rollout_id].append(row)
+            tasks[rollout_id] = task, tag
+        intervals = list(intervals_of_ledger(rows, committed_steps(rows)))
+    missing = list(damage)
+    add_metrics(directory.metrics, intervals, missing)
+    measured = {key: sorted(some, key=lambda row: row[1]) for key, some in tries.items() if all(row[9] for row in some)}
+    if left_out := len(tries) - len(measured):
+        missing.append(f"{left_out} rollouts of evaluations have no breakdown")
+    found = [_row(some, *tasks[key], None, None, 0.0, "", purpose=EVALUATION) for key, some in measured.items()]
+    # Each of these rollouts ran during one, so that explains nothing.
+    others = tuple(interval for interval in intervals if interval.kind != EVALUATION)
+    return RunTimes(rows=tuple(found), meanwhile=others, missing=tuple(missing))
+
+
+def times_with(rollout_id: str, run_dir: Path) -> RunTimes:
+    """Return the times of all rollouts like this one: those of training, or of evaluations, whose ids have a `/`."""
+    return read_evaluation_times(run_dir) if "/" in rollout_id else read_times(run_dir)
+
+
 def _row(
     tries: Sequence[Sequence[Any]],
     task: str,
@@ -92,6 +136,8 @@ def _row(
     trained: StepTime | None,
     now_s: float,
     state: str,
+    *,
+    purpose: str = "train",
 ) -> RolloutTime:
     """Return the row of a rollout from its attempts in order."""
     first, last = tries[0], tries[-1]
@@ -101,14 +147,14 @@ def _row(
     spent_s = end_s - issued_s
     measured = None if breakdown is None else measured_times(breakdown)
     parts, labels, clock_s = _parts(measured, spent_s, ended=ended_s is not None)
-    labels["task"] = task
+    labels |= {"task": task} | ({"tag": group} if purpose == EVALUATION else {})
     if host:
         labels["host"] = host
     if turns:
         labels.setdefault("turns", turns)
     if len(tries) > 1:
         labels.update(_failures(tries[:-1]))
-        parts = _before(tries) | parts
+        parts = _before(tries, purpose) | parts
     waits = {}
     if ended_s is not None and sealed_at_s is not None:
         waits[SEAL_WAIT] = max(0.0, sealed_at_s - ended_s)
@@ -126,6 +172,7 @@ def _row(
         parts_s=parts,
         labels=labels,
         waits_s=waits,
+        purpose=purpose,
         agent=str(labels.get("agent", "")),
         ended_at_s=None if ended_s is None else end_s,
         finished=ended_s is not None and cause in ENDED,
@@ -145,11 +192,12 @@ def _failures(tries: Sequence[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
     return ({"failed_on": tuple(failed)} if failed else {}) | ({"failed_by": tuple(charged)} if charged else {})
 
 
-def _before(tries: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Return the time before the last attempt: the staleness bound ends an attempt with a result, or cancels it."""
+def _before(tries: Sequence[Sequence[Any]], purpose: str) -> dict[str, float]:
+    """Return the time before the last attempt: the staleness bound ends one of training with a result, or cancels
+    it."""
     parts: dict[str, float] = {}
     for row, following in pairwise(tries):
-        stale = row[5] is None or row[5] == Cause.CANCELLED or row[5] in ENDED
+        stale = purpose != EVALUATION and (row[5] is None or row[5] == Cause.CANCELLED or row[5] in ENDED)
         part = STALENESS_WAIT if stale else EARLIER_ATTEMPTS
         parts[part] = parts.get(part, 0.0) + max(0.0, following[3] - row[3])
     return parts
