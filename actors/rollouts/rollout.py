@@ -15,8 +15,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,7 +33,8 @@ from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import ATTACH, RELEASE
 from headrace.buffer.trajectories.sanitizer import clean_text
-from headrace.buffer.trajectories.types import Cause, Outcome, RolloutOrder, RolloutResult
+from headrace.buffer.trajectories.step_scores import StepScores
+from headrace.buffer.trajectories.types import Cause, Outcome, RolloutOrder, RolloutResult, Trajectory
 from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import QueueTimeout, SandboxError
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import SessionReport
     from headrace.serve.gateway.http.client import OpenedSession
 
+CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 ANSWER_S = 5.0
 """Time allowed for a pool to report that a deadline has passed."""
 USAGE_S = 2.0
@@ -133,233 +135,242 @@ class InfraFailure(Exception):
         self.engine = engine
 
 
-@asynccontextmanager
-async def boundary(
-    span: str, phase: str, time: AttemptTime, timeout_s: float, *, part: str = ""
-) -> AsyncIterator[None]:
-    """Apply the span, clock and deadline of one phase to the block. Every error raised inside becomes an InfraFailure
-    that names the phase."""
-    with time.clock(tracer, span, phase, part or phase):
+@dataclass(frozen=True, slots=True)
+class RunningAttempt:
+    """One attempt at a rollout while it runs. `time` measures it, also if it is cancelled."""
+
+    order: RolloutOrder
+    task: Task
+    stations: Stations
+    config: RolloutConfig
+    time: AttemptTime = field(default_factory=AttemptTime)
+
+    def __str__(self) -> str:
+        return f"rollout {self.order.rollout_id} attempt {self.order.attempt}"
+
+    @property
+    def key(self) -> str:
+        """Name of the attempt, which makes its boots and evaluations idempotent."""
+        return f"{self.order.rollout_id}.{self.order.attempt}"
+
+    async def run(self) -> RolloutResult:
+        """Run the attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug in
+        headrace."""
+        self.time.labels |= {"image": self.task.image, "agent": self.stations.agent_name}
+        with self.time.measured():
+            try:
+                async with asyncio.timeout(self.config.guard_s):
+                    result = await self._run()
+            except TimeoutError:
+                result = self._failed(f"the whole rollout took more than {self.config.guard_s:g} s")
+            except InfraFailure as error:
+                result = self._failed(str(error), engine=error.engine)
+            except Exception as error:
+                logger.exception("%s failed outside its phases", self)
+                result = self._failed(f"{type(error).__name__}: {error}")
+        return replace(result, breakdown=self.time.breakdown())
+
+    async def _run(self) -> RolloutResult:
+        async with self._sandbox() as (ref, sandbox):
+            if sandbox is not None:
+                async with self._phase(names.PREPARE, "prepare", self.config.prepare_timeout_s):
+                    await prepare(self.task, sandbox)
+            report, record = await self._converse(sandbox)
+            _check_agent(report, record)
+            verdict, scores = await self._evaluate(ref, report, record)
+        return self._result(
+            outcome_of(report, record.exhausted, verdict), record.trajectory, turns=record.turns, scores=scores
+        )
+
+    @asynccontextmanager
+    async def _phase(self, span: str, phase: str, timeout_s: float, *, part: str = "") -> AsyncIterator[None]:
+        """Apply the span, clock and deadline of one phase to the block. Every error raised inside becomes an
+        InfraFailure that names the phase."""
+        with self.time.clock(tracer, span, phase, part or phase):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    yield
+            except TimeoutError as error:
+                service = current_service_time().interrupted
+                waited = f" while it waited for service {service}" if service else ""
+                raise InfraFailure(f"{phase}: no result within {timeout_s:g} s{waited}") from error
+            except InfraFailure:
+                raise
+            except Exception as error:
+                engine = isinstance(error, ServeError | PolicyError)
+                raise InfraFailure(f"{phase}: {type(error).__name__}: {error}", engine=engine) from error
+
+    @asynccontextmanager
+    async def _sandbox(self) -> AsyncIterator[tuple[SandboxRef, Sandbox | None]]:
+        """Lease the agent's sandbox, if it needs one, and release it in every case."""
+        if not self.stations.needs_sandbox:
+            yield NO_SANDBOX, None
+            return
+        ref = await self._lease()
         try:
-            async with asyncio.timeout(timeout_s):
-                yield
-        except TimeoutError as error:
-            service = current_service_time().interrupted
-            waited = f" while it waited for service {service}" if service else ""
-            raise InfraFailure(f"{phase}: no result within {timeout_s:g} s{waited}") from error
-        except InfraFailure:
-            raise
-        except Exception as error:
-            engine = isinstance(error, ServeError | PolicyError)
-            raise InfraFailure(f"{phase}: {type(error).__name__}: {error}", engine=engine) from error
+            async with self._phase(names.PREPARE, "prepare", self.config.prepare_timeout_s, part=ATTACH):
+                sandbox = await self.stations.attach(ref)
+            yield ref, sandbox
+        finally:
+            with self.time.part(RELEASE):
+                await asyncio.shield(self.stations.release(ref.id))
 
+    async def _lease(self) -> SandboxRef:
+        spec = SandboxSpec(
+            image=self.task.image,
+            idempotency_key=self.key,
+            labels={"purpose": self.order.purpose, "rollout": self.order.rollout_id},
+            folders=self.stations.folders,
+            **task_resources(self.task),
+        )
+        clocks = {"queue_timeout_s": self.config.queue_timeout_s, "boot_timeout_s": self.config.boot_timeout_s}
+        # The pool enforces the deadlines of queue and boot; this one is for a pool that does not answer.
+        async with self._phase(names.SANDBOX_BOOT, "boot", sum(clocks.values()) + ANSWER_S):
+            span = trace.get_current_span()
+            span.set_attribute(names.SANDBOX_IMAGE, self.task.image)
+            request = LeaseRequest(spec=spec, avoid=self.order.avoid, traceparent=traceparent_of(span), **clocks)
+            asked_s = self.time.now_s()
+            try:
+                lease = await self.stations.lease(request)
+            except SandboxError as error:
+                self.time.booted(error, asked_s)
+                if isinstance(error, QueueTimeout):
+                    raise InfraFailure(f"queue: {error}") from error
+                # A provider of several hosts does not know the host of every error.
+                self.time.host = "" if error.host == "remote" else error.host
+                raise
+            self.time.booted(lease, asked_s)
+            if span.is_recording():
+                span.set_attributes(lease_attributes(lease))
+        self.time.host = lease.ref.host
+        self.time.split("queue", lease.queue_s)
+        self.time.labels |= {"sandbox": str(lease.ref.id), "warm": lease.warm, "boot_tries": lease.tries}
+        return lease.ref
 
-async def run_rollout(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime | None = None
-) -> RolloutResult:
-    """Run one attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug in headrace.
-    `time` measures the attempt, also one that is cancelled."""
-    time = time or AttemptTime()
-    time.labels |= {"image": task.image, "agent": stations.agent_name}
-    with time.measured():
-        result = await _guarded(order, task, stations, config, time)
-    return replace(result, breakdown=time.breakdown())
+    async def _converse(self, sandbox: Sandbox | None) -> tuple[AgentReport, SessionReport]:
+        """Run the agent in a session, which is closed in every case."""
+        with self.time.services() as in_services:
+            report, session = await self._run_agent(sandbox, in_services)
+        self.time.split_services(in_services.seconds)
+        async with self._phase(names.FINISH, "agent", self.config.prepare_timeout_s):
+            record = await self._finish_session(session)
+            trace.get_current_span().set_attributes(_session_attributes(record))
+            return report, record
 
+    async def _run_agent(self, sandbox: Sandbox | None, in_services: ServiceTime) -> tuple[AgentReport, OpenedSession]:
+        """Open a session and run the agent in it. The session stays open only if the agent reports."""
+        stations = self.stations
+        async with self._phase(f"{names.AGENT} {stations.agent_name}", "agent", self.config.guard_s):
+            span = trace.get_current_span()
+            with self.time.session_opens():
+                session = await stations.open_session(self.order, self.task, traceparent_of(span))
+            agent_s = least(self.config.agent_timeout_s, self.task.limits.agent_s) or self.config.agent_timeout_s
+            try:
+                try:
+                    # An agent that keeps its own time has some more to close its episode.
+                    async with asyncio.timeout(agent_s + (ANSWER_S if stations.keeps_time else 0.0)) as clock:
+                        try:
+                            report = await stations.run_agent(self.order, self.task, sandbox, session, agent_s)
+                        finally:
+                            await self._measure(sandbox)
+                except TimeoutError:
+                    if not clock.expired():
+                        raise
+                    # Running out of time uses up a budget; it is not a failure.
+                    report = AgentReport(stop=StopReason.TIME, turns=0)
+                if report.stop is StopReason.TIME and in_services.interrupted:
+                    raise InfraFailure(
+                        f"agent: its deadline passed while it waited for service {in_services.interrupted}; raise "
+                        "rollout.agent_timeout_s or find out why the service is slow"
+                    )
+                span.set_attributes(_agent_attributes(stations.agent_name, report))
+            except BaseException:
+                with suppress(ServeError):
+                    await asyncio.shield(self._finish_session(session))
+                raise
+        return report, session
 
-async def _guarded(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime
-) -> RolloutResult:
-    """Run one attempt, and return every failure as a result."""
-    try:
-        async with asyncio.timeout(config.guard_s):
-            return await _run(order, task, stations, config, time)
-    except TimeoutError:
-        return _failed(order, time, f"the whole rollout took more than {config.guard_s:g} s")
-    except InfraFailure as error:
-        return _failed(order, time, str(error), engine=error.engine)
-    except Exception as error:
-        logger.exception("rollout %s attempt %d failed outside its phases", order.rollout_id, order.attempt)
-        return _failed(order, time, f"{type(error).__name__}: {error}")
+    async def _finish_session(self, session: OpenedSession) -> SessionReport:
+        asked_s = self.time.now_s()
+        report = await self.stations.finish_session(session)
+        self.time.session_ended(report, asked_s)
+        return report
 
+    async def _measure(self, sandbox: Sandbox | None) -> None:
+        """Read what the agent's sandbox has used. Without the figures a rollout is worth as much."""
+        if sandbox is None:
+            return
+        with suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(USAGE_S):
+                usage = await sandbox.usage()
+            self.time.labels["cpu_s"] = usage.cpu_s
+            if usage.memory_peak_bytes is not None:
+                self.time.labels["memory_bytes"] = usage.memory_peak_bytes
 
-async def _run(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime
-) -> RolloutResult:
-    async with _sandbox(order, task, stations, config, time) as (ref, sandbox):
-        if sandbox is not None:
-            async with boundary(names.PREPARE, "prepare", time, config.prepare_timeout_s):
-                await prepare(task, sandbox)
-        report, record = await _converse(order, task, stations, config, time, sandbox)
-        _check_agent(report, record)
-        evaluate_s = least(config.evaluate_timeout_s, task.limits.evaluate_s) or config.evaluate_timeout_s
-        with time.services() as in_services:
-            async with boundary(names.EVALUATE, "evaluate", time, evaluate_s):
+    async def _evaluate(
+        self, ref: SandboxRef, report: AgentReport, record: SessionReport
+    ) -> tuple[Verdict, StepScores | None]:
+        """Return the verdict, with the judge's share of the reward, and the judge's scores of steps."""
+        evaluate_s = least(self.config.evaluate_timeout_s, self.task.limits.evaluate_s)
+        scores = None
+        with self.time.services() as in_services:
+            async with self._phase(names.EVALUATE, "evaluate", evaluate_s or self.config.evaluate_timeout_s):
                 if report.stop is StopReason.INVALID:
-                    verdict = with_rewards(invalid("an answer was not an action"), task.evaluator.rewards)
+                    verdict = with_rewards(invalid("an answer was not an action"), self.task.evaluator.rewards)
                 else:
-                    key, traceparent = f"{order.rollout_id}.{order.attempt}", traceparent_of(trace.get_current_span())
                     request = EvaluationRequest(
-                        key=key,
-                        task=task,
+                        key=self.key,
+                        task=self.task,
                         sandbox=ref,
                         episode=report.episode,
-                        traceparent=traceparent,
+                        traceparent=traceparent_of(trace.get_current_span()),
                         agent_user=report.user,
                     )
-                    began_s = time.now_s()
-                    verdict = await stations.evaluate(request)
-                    time.evaluated(verdict.path, began_s, verdict.ended_at_s)
-                scores = None
+                    began_s = self.time.now_s()
+                    verdict = await self.stations.evaluate(request)
+                    self.time.evaluated(verdict.path, began_s, verdict.ended_at_s)
                 if report.judgement is not None and verdict.reward is not None:
                     scores = report.judgement.of_tokens(verdict.reward, record.lineages)
                 verdict = with_judgement(verdict, report.judgement)
-        time.split_services(in_services.seconds)
-    return RolloutResult(
-        rollout_id=order.rollout_id,
-        attempt=order.attempt,
-        outcome=outcome_of(report, record.exhausted, verdict),
-        trajectory=record.trajectory,
-        phases_s=tuple(time.seconds),
-        turns=record.turns,
-        trace_id=current_trace_id(),
-        host=time.host,
-        scores=scores,
-    )
+        self.time.split_services(in_services.seconds)
+        return verdict, scores
+
+    def _failed(self, detail: str, *, engine: bool = False) -> RolloutResult:
+        logger.warning("%s is infra: %s", self, detail)
+        return self._result(Outcome.infra(clean_text(detail)), None, engine_failed=engine)
+
+    def cancelled(self) -> RolloutResult:
+        """Return the result of the cancelled attempt, which is often a straggler, with where its time went."""
+        breakdown = self.time.breakdown()
+        turns = int(breakdown.labels.get("turns", 0))  # type: ignore[arg-type]
+        return self._result(CANCELLED, None, turns=turns, breakdown=breakdown)
+
+    def _result(self, outcome: Outcome, trajectory: Trajectory | None, **more: Any) -> RolloutResult:
+        return RolloutResult(
+            rollout_id=self.order.rollout_id,
+            attempt=self.order.attempt,
+            outcome=outcome,
+            trajectory=trajectory,
+            phases_s=tuple(self.time.seconds),
+            trace_id=current_trace_id(),
+            host=self.time.host,
+            **more,
+        )
 
 
-@asynccontextmanager
-async def _sandbox(
-    order: RolloutOrder, task: Task, stations: Stations, config: RolloutConfig, time: AttemptTime
-) -> AsyncIterator[tuple[SandboxRef, Sandbox | None]]:
-    """Lease the agent's sandbox, if it needs one, and release it in every case."""
-    if not stations.needs_sandbox:
-        yield NO_SANDBOX, None
-        return
-    spec = SandboxSpec(
-        image=task.image,
-        idempotency_key=f"{order.rollout_id}.{order.attempt}",
-        labels={"purpose": order.purpose, "rollout": order.rollout_id},
-        folders=stations.folders,
-        **task_resources(task),
-    )
-    clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
-    # The pool enforces the deadlines of queue and boot; this one is for a pool that does not answer.
-    timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
-    async with boundary(names.SANDBOX_BOOT, "boot", time, timeout_s):
-        span = trace.get_current_span()
-        span.set_attribute(names.SANDBOX_IMAGE, task.image)
-        request = LeaseRequest(spec=spec, avoid=order.avoid, traceparent=traceparent_of(span), **clocks)
-        asked_s = time.now_s()
-        try:
-            lease = await stations.lease(request)
-        except SandboxError as error:
-            time.booted(error, asked_s)
-            if isinstance(error, QueueTimeout):
-                raise InfraFailure(f"queue: {error}") from error
-            # A provider of several hosts does not know the host of every error.
-            time.host = "" if error.host == "remote" else error.host
-            raise
-        time.booted(lease, asked_s)
-        if span.is_recording():
-            span.set_attributes(lease_attributes(lease))
-    ref = lease.ref
-    time.host = ref.host
-    time.split("queue", lease.queue_s)
-    time.labels |= {"sandbox": str(ref.id), "warm": lease.warm, "boot_tries": lease.tries}
-    try:
-        async with boundary(names.PREPARE, "prepare", time, config.prepare_timeout_s, part=ATTACH):
-            sandbox = await stations.attach(ref)
-        yield ref, sandbox
-    finally:
-        with time.part(RELEASE):
-            await asyncio.shield(stations.release(ref.id))
-
-
-async def _converse(
-    order: RolloutOrder,
-    task: Task,
-    stations: Stations,
-    config: RolloutConfig,
-    time: AttemptTime,
-    sandbox: Sandbox | None,
-) -> tuple[AgentReport, SessionReport]:
-    """Run the agent in a session, which is closed in every case."""
-    with time.services() as in_services:
-        report, session = await _run_agent(order, task, stations, config, time, sandbox, in_services)
-    time.split_services(in_services.seconds)
-    async with boundary(names.FINISH, "agent", time, config.prepare_timeout_s):
-        record = await _finish_session(session, stations, time)
-        trace.get_current_span().set_attributes(_session_attributes(record))
-        return report, record
-
-
-async def _run_agent(
-    order: RolloutOrder,
-    task: Task,
-    stations: Stations,
-    config: RolloutConfig,
-    time: AttemptTime,
-    sandbox: Sandbox | None,
-    in_services: ServiceTime,
-) -> tuple[AgentReport, OpenedSession]:
-    """Open a session and run the agent in it. The session stays open only if the agent reports."""
-    async with boundary(f"{names.AGENT} {stations.agent_name}", "agent", time, config.guard_s):
-        with time.session_opens():
-            session = await stations.open_session(order, task, traceparent_of(trace.get_current_span()))
-        agent_s = least(config.agent_timeout_s, task.limits.agent_s) or config.agent_timeout_s
-        try:
-            try:
-                # An agent that keeps its own time has some more to close its episode.
-                async with asyncio.timeout(agent_s + (ANSWER_S if stations.keeps_time else 0.0)) as clock:
-                    try:
-                        report = await stations.run_agent(order, task, sandbox, session, agent_s)
-                    finally:
-                        await _measure(sandbox, time)
-            except TimeoutError:
-                if not clock.expired():
-                    raise
-                # Running out of time uses up a budget; it is not a failure.
-                report = AgentReport(stop=StopReason.TIME, turns=0)
-            if report.stop is StopReason.TIME and in_services.interrupted:
-                raise InfraFailure(
-                    f"agent: its deadline passed while it waited for service {in_services.interrupted}; raise "
-                    "rollout.agent_timeout_s or find out why the service is slow"
-                )
-            attributes: dict[str, str | int] = {
-                names.OPERATION: names.AGENT,
-                names.AGENT_NAME: stations.agent_name,
-                names.AGENT_STOP: report.stop.value,
-            }
-            if report.exit_code is not None:
-                result = report.result[:RESULT_CHARACTERS]
-                attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: result}
-            if report.stop is StopReason.ERROR:
-                attributes[names.AGENT_LOG_TAIL] = report.log_tail[-names.MAX_TEXT_CHARACTERS :]
-            trace.get_current_span().set_attributes(attributes)
-        except BaseException:
-            with suppress(ServeError):
-                await asyncio.shield(_finish_session(session, stations, time))
-            raise
-    return report, session
-
-
-async def _finish_session(session: OpenedSession, stations: Stations, time: AttemptTime) -> SessionReport:
-    asked_s = time.now_s()
-    report = await stations.finish_session(session)
-    time.session_ended(report, asked_s)
-    return report
-
-
-async def _measure(sandbox: Sandbox | None, time: AttemptTime) -> None:
-    """Read what the agent's sandbox has used. Without the figures a rollout is worth as much."""
-    if sandbox is None:
-        return
-    with suppress(SandboxError, TimeoutError):
-        async with asyncio.timeout(USAGE_S):
-            usage = await sandbox.usage()
-        time.labels["cpu_s"] = usage.cpu_s
-        if usage.memory_peak_bytes is not None:
-            time.labels["memory_bytes"] = usage.memory_peak_bytes
+def _agent_attributes(agent: str, report: AgentReport) -> dict[str, str | int]:
+    """Return span attributes with an agent's end."""
+    attributes: dict[str, str | int] = {
+        names.OPERATION: names.AGENT,
+        names.AGENT_NAME: agent,
+        names.AGENT_STOP: report.stop.value,
+    }
+    if report.exit_code is not None:
+        result = report.result[:RESULT_CHARACTERS]
+        attributes |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: result}
+    if report.stop is StopReason.ERROR:
+        attributes[names.AGENT_LOG_TAIL] = report.log_tail[-names.MAX_TEXT_CHARACTERS :]
+    return attributes
 
 
 def _session_attributes(record: SessionReport) -> dict[str, int]:
@@ -398,17 +409,3 @@ def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> O
     by_itself = finished or report.stop is StopReason.ERROR
     cause = Cause.BUDGET if (spent or not by_itself) and verdict.cause is not Cause.INVALID else verdict.cause
     return Outcome(reward=verdict.reward, solved=verdict.solved, trainable=True, cause=cause, detail=verdict.detail)
-
-
-def _failed(order: RolloutOrder, time: AttemptTime, detail: str, *, engine: bool = False) -> RolloutResult:
-    logger.warning("rollout %s attempt %d is infra: %s", order.rollout_id, order.attempt, detail)
-    return RolloutResult(
-        rollout_id=order.rollout_id,
-        attempt=order.attempt,
-        outcome=Outcome.infra(clean_text(detail)),
-        trajectory=None,
-        phases_s=tuple(time.seconds),
-        trace_id=current_trace_id(),
-        host=time.host,
-        engine_failed=engine,
-    )

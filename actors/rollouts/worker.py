@@ -27,7 +27,7 @@ from headrace.actors.record.files.running import RunningFile
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.rollouts.recorded_stations import RecordedStations
-from headrace.actors.rollouts.rollout import run_rollout
+from headrace.actors.rollouts.rollout import CANCELLED, RunningAttempt
 from headrace.actors.rollouts.running_book import RunningBook
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.actors.batching import TOGETHER_S, Batcher
@@ -42,13 +42,12 @@ from headrace.buffer.trajectories.timeline import Timeline
 from headrace.buffer.trajectories.types import Cause, Outcome, Purpose, RolloutId, RolloutOrder, RolloutResult
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
-from headrace.serve.tracing.tracing import current_trace_id, describe, start_rollout_span
+from headrace.serve.tracing.tracing import describe, start_rollout_span
 
 tracer = trace.get_tracer("headrace.actors.rollouts.worker")
 
 MANY = 8
 """Number of running rollouts at or above which another one is likely to end within `TOGETHER_S`."""
-CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +241,11 @@ class RolloutWorker:
             spent.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
             stations = self._stations.of(order.task_id)
             recorded = RecordedStations(stations) if is_evaluation and folders is not None else None
+            attempt = RunningAttempt(order, task, recorded or stations, stations.config, spent)
             try:
-                result = await run_rollout(order, task, recorded or stations, stations.config, spent)
+                result = await attempt.run()
             except asyncio.CancelledError:
-                result = _cancelled(order, spent)
+                result = attempt.cancelled()
             # From here on a cancellation would only lose the result.
             self._offering.add((order.rollout_id, order.attempt))
             describe(trace.get_current_span(), result.outcome)
@@ -271,22 +271,6 @@ class RolloutWorker:
                 )
             )
         return [None] * len(ended)
-
-
-def _cancelled(order: RolloutOrder, spent: AttemptTime) -> RolloutResult:
-    """Return the result of a cancelled attempt, which is often a straggler, with where its time went."""
-    breakdown = spent.breakdown()
-    return RolloutResult(
-        rollout_id=order.rollout_id,
-        attempt=order.attempt,
-        outcome=CANCELLED,
-        trajectory=None,
-        phases_s=tuple(spent.seconds),
-        turns=int(breakdown.labels.get("turns", 0)),  # type: ignore[arg-type]
-        trace_id=current_trace_id(),
-        host=spent.host,
-        breakdown=breakdown,
-    )
 
 
 def _waited(result: RolloutResult, at_s: float) -> RolloutResult:

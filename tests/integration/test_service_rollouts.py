@@ -14,7 +14,7 @@ from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
+from headrace.actors.rollouts.rollout import RolloutConfig, RunningAttempt
 from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts, WorkerStations
 from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.gateway import GatewayActor
@@ -102,7 +102,7 @@ async def worker(
             ran += 1
             task = Task(id=TaskId("t"), family="f", instruction="write 42", evaluator=evaluator)
             own = stations.of(task.id)
-            return await run_rollout(order(ran), task, own, RolloutConfig(evaluate_timeout_s=evaluate_s))
+            return await RunningAttempt(order(ran), task, own, RolloutConfig(evaluate_timeout_s=evaluate_s)).run()
 
         yield rolled_out, stations
 

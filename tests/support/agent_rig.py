@@ -21,7 +21,7 @@ from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgent, MiniSwe
 from headrace.actors.agents.programs.opencode import Opencode
 from headrace.actors.agents.programs.qwen_code import QwenCode
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest, Verdict
-from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
+from headrace.actors.rollouts.rollout import RolloutConfig, RunningAttempt
 from headrace.actors.services.chat import NoChat
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
@@ -215,7 +215,7 @@ async def rollout(rig: Rig, agent: CliAgent, *, agent_timeout_s: float) -> tuple
     """One rollout by the worker's own code, and what its stations saw."""
     stations = Stations(rig, agent)
     order = RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task_id=TaskId("t"))
-    return await run_rollout(order, task(), stations, RolloutConfig(agent_timeout_s=agent_timeout_s)), stations
+    return await RunningAttempt(order, task(), stations, RolloutConfig(agent_timeout_s=agent_timeout_s)).run(), stations
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ import pytest
 from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollouts import rollout
-from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
+from headrace.actors.rollouts.rollout import RolloutConfig, RunningAttempt
 from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
@@ -108,7 +108,7 @@ def simulated(
             await pool.lease([SandboxSpec(ttl_s=EVER_S)] * taken)
             places = Places(pool, provider, **takes_s)
             prepared(places)
-            check(await run_rollout(order(), TASK, places, CONFIG), places)
+            check(await RunningAttempt(order(), TASK, places, CONFIG).run(), places)
             assert len(provider.living) == taken
 
     run_virtual(main())
@@ -224,7 +224,7 @@ def outcome_after(report: AgentReport, *, turns: int, sampled_tokens: int) -> Ou
         async with Pool({"host": provider}, PoolConfig(), clock=asyncio.get_running_loop().time) as pool:
             places = Places(pool, provider)
             places.report, places.turns, places.sampled_tokens = report, turns, sampled_tokens
-            outcomes.append((await run_rollout(order(), TASK, places, CONFIG)).outcome)
+            outcomes.append((await RunningAttempt(order(), TASK, places, CONFIG).run()).outcome)
 
     run_virtual(main())
     return outcomes[0]
