@@ -490,7 +490,7 @@ class LearnerLoop:
 def _make_learner(config: LearnerConfig | SlimeTerms) -> Learner:
     if isinstance(config, SlimeTerms):
         return SlimeLearner(config)
-    from headrace.policies.learners.megatron import MegatronLearner
+    from headrace.policies.learners.one_thread import MegatronLearner
 
     if config.ranks == 1:
         return MegatronLearner(config)

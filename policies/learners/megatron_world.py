@@ -4,6 +4,8 @@ Invariants:
 - A process is in one world, whose rendezvous listens only on a free port on 127.0.0.1: all ranks are on one host.
 - All ranks have the whole model, and each trains its part of a batch (data parallelism).
 - `stop` undoes everything that `start` began, even if `start` failed.
+- One function of torch is replaced, and only where the learner trains on a CPU. (Megatron's checkpoint writer would
+  also need `torch.cuda.synchronize`, and its optimizer two more functions; neither is used, see `megatron_checkpoint`.)
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ import torch
 import torch.distributed
 
 from headrace.policies.errors import DeviceMissing
-from headrace.policies.learners import cpu_shims
 from headrace.policies.push.process_group import choose_interface, host_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 SOLE_TIMEOUT_S = 60.0
 """Time limit of the collectives of a rank that is alone."""
@@ -61,7 +63,7 @@ def start(
             "GPU, or set learner.device to cpu"
         )
     if not cuda:
-        cpu_shims.install()
+        use_cpu_device()
     # The default is one thread, because engines and rollouts share the cores.
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -86,3 +88,13 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def use_cpu_device() -> None:
+    """Make `torch.cuda.current_device` return the CPU device, because Megatron passes its result as `device=` for
+    gradient buffers and RoPE frequencies. Also needed where CUDA is available but the learner trains on the CPU."""
+    torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")

@@ -15,12 +15,17 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
 from headrace.policies.errors import LearnerAlreadyOpen, LearnerNotOpen
 from headrace.policies.learner import LearnerState, WeightsSnapshot
 from headrace.policies.learners.progress import LearnerProgress
+from headrace.policies.learners.ranks.contract import StartRanks
+
+if TYPE_CHECKING:
+    from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.megatron_trainer import MegatronTrainer
 
 Answer = TypeVar("Answer")
 
@@ -107,3 +112,18 @@ class OneThreadLearner:
         self._trainer.close()
         self._trainer = None
         self._process_slot.release()
+
+
+class MegatronLearner(OneThreadLearner):
+    """Learner by megatron-core, on a GPU or on the CPU. With several ranks the work runs in their processes, and
+    the learner's thread waits for them."""
+
+    def __init__(self, config: LearnerConfig, start: StartRanks | None = None) -> None:
+        """`start` starts the learner's ranks; without it there is one, in this process."""
+
+        def open_it(resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:
+            from headrace.policies.learners.megatron_trainer import open_trainer
+
+            return open_trainer(config, resume, epoch, start=start)
+
+        super().__init__(open_it)

@@ -20,10 +20,12 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from headrace.policies.cancellation import outlast
-from headrace.policies.engine import EngineId, EngineInfo, PauseMode
+from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import (
     EngineRefused,
     GroupFailed,
@@ -37,7 +39,6 @@ from headrace.policies.push.compatibility import Agreement, check_fits, differin
 from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
-from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, Step
 from headrace.policies.push.resuming import resume
@@ -361,3 +362,56 @@ async def to_the_end(work: Coroutine[None, None, None]) -> None:
     if (cancelled := await outlast(running)) is not None:
         raise cancelled from running.exception()
     running.result()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """Gate that has been closed. `turn` is held during calls to the gateway."""
+
+    closed_at_s: float
+    opened_at_s: float | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class HeldGates:
+    """Gates that one push has closed. The lease of each is renewed until it opens, or the push ends. Renewal and
+    opening of one gate exclude each other, so that a late renewal never closes a gate that was opened."""
+
+    def __init__(self, gates: Gate, lease_s: float) -> None:
+        self._gates = gates
+        self._lease_s = lease_s
+        self._held: dict[EngineId, _Held] = {}
+
+    async def close(self, engine_id: EngineId) -> None:
+        held = self._held[engine_id] = _Held(closed_at_s=time.perf_counter())
+        await self._renew(engine_id, held)
+
+    async def open(self, engine_id: EngineId, cache_namespace: str | None) -> Sequence[RequestId]:
+        """Open a gate, and return the requests that must be aborted again."""
+        held = self._held.get(engine_id)
+        if held is None:
+            return await self._gates.open(engine_id, cache_namespace=cache_namespace)
+        async with held.turn:
+            # Before the call: even if it is cancelled, the gate must not be closed again.
+            held.opened_at_s = time.perf_counter()
+            return await self._gates.open(engine_id, cache_namespace=cache_namespace)
+
+    def closed_s(self, engine_id: EngineId) -> float:
+        """Return how long a gate was closed, or has been closed so far; 0 if it was never closed."""
+        held = self._held.get(engine_id)
+        if held is None:
+            return 0.0
+        return (held.opened_at_s or time.perf_counter()) - held.closed_at_s
+
+    async def renew(self) -> NoReturn:
+        """Renew the closed gates periodically, until cancelled."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            async with asyncio.TaskGroup() as tasks:
+                for engine_id, held in self._held.items():
+                    tasks.create_task(self._renew(engine_id, held))
+
+    async def _renew(self, engine_id: EngineId, held: _Held) -> None:
+        async with held.turn:
+            if held.opened_at_s is None:
+                await self._gates.close(engine_id, self._lease_s)

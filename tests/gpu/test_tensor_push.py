@@ -20,7 +20,7 @@ from transformers import Qwen3ForCausalLM
 from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.learners.config import LearnerConfig
-from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.learners.one_thread import MegatronLearner
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 

@@ -45,7 +45,7 @@ from headrace.policies.errors import (
 )
 from headrace.policies.learners import checkpoints
 from headrace.policies.learners.config import LearnerConfig
-from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.learners.one_thread import MegatronLearner
 from headrace.policies.models.model_files import weight_files
 from support.full_disks import files_of_at_most
 from support.tiny_model import QWEN2
@@ -374,7 +374,7 @@ def run_program(program: str, message: object) -> subprocess.CompletedProcess[by
 
 CONTINUE = """
 import asyncio, pickle, sys
-from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.learners.one_thread import MegatronLearner
 from support.tiny_model import QWEN2
 
 async def main():
@@ -427,7 +427,7 @@ async def test_a_resumed_learner_continues_when_its_checkpoint_is_deleted(tmp_pa
 
 SAVE_AND_DIE = """
 import asyncio, os, pickle, signal, sys
-from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.learners.one_thread import MegatronLearner
 from support.tiny_model import QWEN2
 
 def die_at(event, arguments):

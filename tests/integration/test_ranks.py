@@ -20,7 +20,7 @@ from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport
 from headrace.policies.errors import DeviceMissing, ModelInvalid, RankFailed, RowUnusable
 from headrace.policies.learners.checkpoints import check_checkpoint
 from headrace.policies.learners.config import LearnerConfig
-from headrace.policies.learners.megatron import MegatronLearner
+from headrace.policies.learners.one_thread import MegatronLearner
 from support.rank_comparisons import batch_of, distance, metrics_of
 from support.rank_rig import IdleGroup, rank_processes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.policies.errors import DeviceMissing
-from headrace.policies.learners import cpu_shims, megatron_world
+from headrace.policies.learners import megatron_world
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def keep_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_the_cpu_only_the_current_device_is_replaced() -> None:
     before = dict(vars(torch.cuda))
-    cpu_shims.install()
+    megatron_world.use_cpu_device()
     after = vars(torch.cuda)
     assert {name for name in before if after[name] is not before[name]} == {"current_device"}
     assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"

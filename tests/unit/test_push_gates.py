@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.policies.engine import EngineId, RequestId
-from headrace.policies.push.gates import HeldGates
+from headrace.policies.push.execution import HeldGates
 
 ONE, TWO = EngineId("one"), EngineId("two")
 

@@ -12,6 +12,7 @@ import hashlib
 import math
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
@@ -19,10 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from headrace.buffer.trajectories.packing import distribute, pack
+from headrace.buffer.trajectories.types import Batch, CheckpointRef
+from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.logprob_drift import DriftMeter
 from headrace.policies.learners.megatron_optimizer import MainOptimizer
-from headrace.policies.learners.micro_batches import WeightedRow, collate, weighted_rows
+from headrace.policies.learners.micro_batches import MicroBatch, WeightedRow, collate, weighted_rows
 from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.objectives.loss import weighted_loss
 from headrace.policies.learners.objectives.observation import observation_loss
@@ -30,15 +34,14 @@ from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.learners.objectives.token_sums import ObservationSums, TokenSums
 from headrace.policies.learners.ranks.contract import RankStep
 from headrace.policies.learners.ranks.critic import Critic, critic_metrics
-from headrace.policies.learners.ranks.reference_model import ReferenceModel
 from headrace.policies.models.qwen_config import QwenConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from headrace.buffer.trajectories.types import Batch, CheckpointRef
-from headrace.buffer.trajectories.versions import PolicyVersion
-from headrace.policies.learners.config import LearnerConfig
 
 
 class MegatronRank:
@@ -191,3 +194,26 @@ class SoleRank:
 
     def interrupt(self) -> None:
         """Do nothing: a call ends on its own."""
+
+
+class ReferenceModel:
+    """Frozen copy of the start model, for the KL divergence to it, in the dtype of the model in training. Its weights
+    are the run's model directory's, after a resume too. It takes the memory of the model's parameters, without
+    gradients or optimizer state. Needs Megatron's model-parallel groups."""
+
+    def __init__(
+        self, model_dir: Path, shape: QwenConfig, settings: TransformerConfig, *, device: torch.device
+    ) -> None:
+        """Load the weights. Raises ModelInvalid when they do not match `shape`."""
+        self._model = megatron_model.build_model(shape, settings).requires_grad_(False).eval()
+        weights = megatron_model.read_weights(model_dir, shape)
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(weights[name])
+        self._model.to(device)
+
+    @torch.no_grad()
+    def logprobs_N(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the log-probabilities of the trained tokens."""
+        logprobs_N: torch.Tensor
+        logprobs_N, _ = self._model(micro.tokens_BT, micro.trained_BT, micro.temperatures_N)
+        return logprobs_N
