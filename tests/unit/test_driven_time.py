@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.actors.record.files.active_time import read_driven_time
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.run.summary import read_driven_time
 
 
 def test_the_gap_before_a_resume_is_not_counted_as_driven_time(tmp_path: Path) -> None:

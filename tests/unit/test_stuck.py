@@ -11,8 +11,7 @@ from opentelemetry.trace import get_tracer
 
 from headrace.actors.record.files.running import FEW, FOLDER, MAX_FILES, read_running, remove_oldest_running
 from headrace.actors.rollouts.attempt_time import AttemptTime
-from headrace.actors.rollouts.running_book import RunningBook
-from headrace.actors.rollouts.stuck import MAX_TASKS, StuckWatch
+from headrace.actors.rollouts.running_book import MAX_TASKS, RunningBook, StuckWatch
 from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.types import GroupId, RolloutId, RolloutOrder

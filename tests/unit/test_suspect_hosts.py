@@ -6,8 +6,8 @@ import pytest
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
+from headrace.buffer.core.outages import PROBE_S, HostRecords, exact_test
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.suspect_hosts import PROBE_S, HostRecords, exact_test
 from headrace.buffer.trajectories.types import Cause
 from headrace.buffer.trajectories.versions import PolicyVersion
 from support import replay_cases as cases
