@@ -5,7 +5,9 @@ Invariants:
 - A start that fails or is cancelled leaves no process and frees its slot.
 - Nothing here needs the group's lock: an engine joins or leaves in one step of the event loop.
 - A slot is free when the process that held it is dead.
-- The name of an engine process is never reused. An attached server is named by its address.
+- The name of an engine process is never reused. An attached server is named by its address, is never ended, and counts
+  as alive as long as it answers.
+- A process that we started dies with its parent, even if the parent is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -16,21 +18,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
 from headrace.actors.engines.config import EnginesConfig, Placement
-from headrace.actors.engines.engine_process import AttachedServer, EngineHandle, LocalProcess, PlacedProcess
 from headrace.actors.engines.host import EngineHost, ServerPlan, server_process
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin, address
-from headrace.actors.errors import ActorError, EngineGroupError, EngineNotAdded
+from headrace.actors.errors import ActorError, ActorLost, EngineGroupError, EngineNotAdded
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.actors.nodes import Role
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
+from headrace.policies.processes.server_process import ServerProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.client import EngineLoad, SGLangConfig, SGLangEngine
 from headrace.policies.tokens.model_keys import read_vocabulary_size
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 NO_VERSION = "0.0"
 """Version of weights that we did not push: older than all of ours."""
+ASK_HOST_S = 10.0
+"""Time limit for an engine's actor to report that it is alive."""
 
 
 @dataclass(slots=True)
@@ -301,3 +306,71 @@ def attached_id(url: str) -> EngineId:
     """Return the name of an attached server: its address."""
     host, port = address(url)
     return EngineId(f"{host}:{port}")
+
+
+class EngineHandle(Protocol):
+    """Handle of one engine."""
+
+    async def is_alive(self) -> bool:
+        """Return False if the engine can no longer answer. Returns within a bounded time."""
+        ...
+
+    async def stop(self) -> None:
+        """Shut the engine down, unless it is attached. Idempotent."""
+        ...
+
+    async def kill(self) -> None:
+        """End the engine immediately, unless it is attached. Idempotent."""
+        ...
+
+
+class LocalProcess:
+    """Engine process on this host."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self._process = process
+
+    async def is_alive(self) -> bool:
+        return self._process.alive
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+    async def kill(self) -> None:
+        await self._process.kill()
+
+
+class PlacedProcess:
+    """Engine process behind a Ray actor."""
+
+    def __init__(self, host: EngineHost, runtime: RayRuntime) -> None:
+        self._host = host
+        self._runtime = runtime
+
+    async def is_alive(self) -> bool:
+        """Return False only if the actor is dead. A slow actor counts as alive: the engine's health check decides."""
+        try:
+            async with asyncio.timeout(ASK_HOST_S):
+                await self._host.address()
+        except ActorLost:
+            return False
+        except TimeoutError:
+            return True
+        return True
+
+    async def stop(self) -> None:
+        await self._runtime.stop(self._host)
+
+    async def kill(self) -> None:
+        await self._runtime.kill(self._host)
+
+
+class AttachedServer:
+    """Attached server, which the group does not manage."""
+
+    async def is_alive(self) -> bool:
+        return True
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None: ...

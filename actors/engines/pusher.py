@@ -9,6 +9,7 @@ Invariants:
 - The members file is written before the gateway gets the corresponding routing table.
 - Table versions only increase: the high bits are the group's incarnation, which increases with every restart of the
   group.
+- Each push has a span, and below it one for each phase of each wave, which ends when the journal is told of the next.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+
 from headrace.actors.engines.fleet import Fleet
 from headrace.actors.engines.gate import GatewayGate
 from headrace.actors.engines.journal import PushJournal
 from headrace.actors.engines.members_file import Roster
-from headrace.actors.engines.push_spans import push_span
 from headrace.actors.engines.registry import EngineRegistry, EngineState
 from headrace.actors.record.files.metrics import MetricsWriter
 from headrace.actors.record.files.push_costs import push_record
@@ -34,11 +38,12 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
+from headrace.policies.push.contract import EnginePush, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.machine import PushOutcome
+from headrace.policies.push.machine import PushOutcome, Step
 from headrace.policies.push.sender import Senders
+from headrace.serve.tracing import span_names as names
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ LOADS_S = 10.0
 """Age from which the members file is written again though nothing but the engines' loads can have changed."""
 TABLE_NUMBER_BITS = 32
 """Low bits of a table's version: the number of the table. The bits above are the incarnation."""
+tracer = trace.get_tracer("headrace.actors.engines.pusher")
 
 
 class Publisher:
@@ -332,3 +338,65 @@ class Pusher:
         self._last_push_s = now_s
         pushed = push_record(report, rollouts_in_flight=rollouts_in_flight, since_s=since_s)
         await record(self._metrics, pushed, deadline_s=RECORD_S)
+
+
+class PushSpan:
+    """Span of a push that is running. `step` is the push's journal, and passes each step on to `journal`."""
+
+    def __init__(self, span: Span, journal: Journal) -> None:
+        self._span = span
+        self._journal = journal
+        self._phase: Span | None = None
+
+    async def step(self, push_id: str, step: Step) -> None:
+        """Begin the span of a phase, after the end of the one before."""
+        self.end_phase()
+        await self._journal(push_id, step)
+        attributes = {
+            names.PHASE: step.phase.value,
+            names.WAVE: step.wave,
+            names.PUSH_ENGINES: [str(engine_id) for engine_id in step.engines],
+        }
+        self._phase = tracer.start_span(names.PUSH_PHASE, attributes=attributes)
+
+    def end_phase(self) -> None:
+        """End the span of the last phase. Idempotent."""
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            phase.end()
+
+    def ended(self, report: PushReport) -> None:
+        """Add what became of each engine, in the order of the engines."""
+        self._span.set_attributes(
+            {
+                names.PUSH_ID: report.push_id,
+                names.PUSH_BYTES: report.sent_bytes,
+                names.PUSH_ENGINES: [str(part.engine_id) for part in report.engines],
+                names.PUSH_OUTCOMES: [part.outcome.value for part in report.engines],
+            }
+        )
+        failures = [part.failure for part in report.engines if part.failure]
+        if failures:
+            self._span.set_attribute(names.ERROR_TYPE, "quarantined" if report.quarantined else "failed")
+            self._span.set_status(Status(StatusCode.ERROR, "; ".join(failures)))
+
+
+@contextmanager
+def push_span(
+    version: PolicyVersion, engines: Sequence[EngineId], *, transport: str, journal: Journal
+) -> Iterator[PushSpan]:
+    """Record the block as a push of `version`, in a trace of its own. An error is recorded, and raised again."""
+    attributes = {
+        names.PUSH_VERSION: str(version),
+        names.PUSH_TRANSPORT: transport,
+        names.PUSH_ENGINES: [str(engine_id) for engine_id in engines],
+    }
+    with tracer.start_as_current_span(names.PUSH, Context(), attributes=attributes) as span:
+        pushing = PushSpan(span, journal)
+        try:
+            yield pushing
+        except BaseException as error:
+            span.set_attribute(names.ERROR_TYPE, type(error).__name__)
+            raise
+        finally:
+            pushing.end_phase()

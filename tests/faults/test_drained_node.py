@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from benches.orchestration import AT_ONCE, immediate_parts, prepare_directory, without_spans
 
-from headrace.actors.agents.programs.agent import AgentReport
-from headrace.actors.agents.programs.immediate import ImmediateAgent
+from headrace.actors.agents.programs.agent import AgentReport, ImmediateAgent
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.stations import WorkerParts

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.engines import push_spans, pusher
+from headrace.actors.engines import pusher
 from headrace.actors.engines.fleet import Fleet, attached_id
 from headrace.actors.engines.host import ServerPlan
 from headrace.actors.engines.members_file import read_roster
@@ -73,7 +73,7 @@ async def test_attached_engines_receive_pushes_and_keep_running_at_shutdown(mode
 async def test_a_push_is_a_span_with_its_phases_and_what_became_of_each_engine(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with recorded_spans(monkeypatch, push_spans) as recorded:
+    with recorded_spans(monkeypatch, pusher) as recorded:
         async with kit.servers(models[0], tmp_path, "a", "b") as servers:
             options = {"count": 0, "attach": tuple(process.url for process in servers.values())}
             async with kit.open_group(models[0], tmp_path, push={"phase_timeout_s": 2.0}, **options) as rig:

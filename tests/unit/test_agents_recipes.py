@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.agents.loop.agent import LoopAgent
+from headrace.actors.agents.programs.agent import ImmediateAgent
 from headrace.actors.agents.programs.cli_agent import CliAgent
-from headrace.actors.agents.programs.immediate import ImmediateAgent
 from headrace.actors.agents.programs.installation import PINNED
 from headrace.actors.agents.registry.config import AgentKind, AgentSection
 from headrace.actors.agents.registry.registry import make_agent, refuse_unrecorded_episodes

@@ -9,8 +9,7 @@ import pytest
 
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import supervised_actors
-from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
-from headrace.actors.run.stall_detector import StallDetector
+from headrace.actors.run.progress_signs import StallDetector, signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import snapshot_of
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan

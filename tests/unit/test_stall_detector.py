@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.run.stall_detector import MAX_EXCUSED_TIMEOUTS, MAX_FRUITLESS_EPOCHS, ProgressSigns, StallDetector
+from headrace.actors.run.progress_signs import MAX_EXCUSED_TIMEOUTS, MAX_FRUITLESS_EPOCHS, ProgressSigns, StallDetector
 from headrace.buffer.trajectories.versions import PolicyVersion
 
 STALL_S = 10.0

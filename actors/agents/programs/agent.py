@@ -144,3 +144,15 @@ def marks_warnings(agent: Agent) -> bool:
 
 class AgentNotStarted(Exception):
     """The agent's program is missing or could not run, which is not the policy's fault."""
+
+
+class ImmediateAgent:
+    """Agent that finishes before its first turn, so that nothing is sampled or trained: it measures the orchestration
+    around it (`scripts/bench orchestration`)."""
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return ()
+
+    async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
+        return AgentReport(stop=StopReason.FINISHED, turns=0)

@@ -9,10 +9,9 @@ from headrace.actors.agents.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.agents.loop.agent import LoopAgent
 from headrace.actors.agents.loop.config import LoopConfig
 from headrace.actors.agents.loop.judge import check_judge
-from headrace.actors.agents.programs.agent import Agent
+from headrace.actors.agents.programs.agent import Agent, ImmediateAgent
 from headrace.actors.agents.programs.claude_code import ClaudeCode
 from headrace.actors.agents.programs.codex import Codex
-from headrace.actors.agents.programs.immediate import ImmediateAgent
 from headrace.actors.agents.programs.installation import AgentMissing
 from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgent
 from headrace.actors.agents.programs.opencode import Opencode

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -41,13 +42,6 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.runtime.simulated.tasks import simulated_tasks
-from headrace.actors.simulation.virtual.damaged_files import (
-    FOREIGN,
-    Damage,
-    add_foreign_file,
-    damage_checkpoint,
-    damage_served,
-)
 from headrace.actors.simulation.virtual.faulty_environment import FaultyLoop, NetworkModel, WallClock
 from headrace.actors.simulation.virtual.faulty_runtime import CallFaults, FaultyRuntime
 from headrace.actors.simulation.virtual.plan import LEASE_S, SimulationPlan
@@ -57,6 +51,8 @@ from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.tasks.task import write_tasks
+from headrace.buffer.trajectories.versions import PolicyVersion
+from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 PATIENCE_S: Final = 6 * 3600.0
@@ -76,6 +72,8 @@ RUN_ERRORS: Final = (ActorError, RunError, ReplayError, OSError, sqlite3.Error)
 HELD_OUT: Final = 2
 """Number of held-out tasks."""
 MEMORY: Final = Path("/dev/shm")
+FOREIGN: Final = ("notes.txt", "checkpoints/7.x", "checkpoints/.unfinished", "trajectories/9.old")
+CUT_BYTES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,3 +473,44 @@ FAULTS: Final = (
     *(_cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump),
     *(_add_foreign_file, _damage_served, _damage_checkpoint),
 )
+
+
+class Damage(StrEnum):
+    """Kind of damage to a file. Only files that a run can do without are damaged: the journal of the served version,
+    and a checkpoint that has a predecessor."""
+
+    LOST = "lost"
+    EMPTY = "empty"
+    TORN = "torn"
+    """The last bytes are missing."""
+
+
+def add_foreign_file(run: Path, name: str) -> None:
+    """Write a file that does not belong to headrace into a run directory."""
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes(b"not ours")
+
+
+def damage_served(run: Path, damage: Damage) -> Path | None:
+    """Damage the journal of the served version; return its path, or None if there is none yet."""
+    return _damage_file(run / "served.json", damage)
+
+
+def damage_checkpoint(run: Path, damage: Damage, *, steps: int) -> Path | None:
+    """Damage the newest checkpoint of a run of `steps` steps and return its path. Return None if the learner has no
+    earlier checkpoint to fall back on, or if the run has made its last step, so that no learner would read a checkpoint
+    again."""
+    checkpoints = list_checkpoints(run / "checkpoints")
+    if len(checkpoints) < 2 or PolicyVersion.parse(checkpoints[-1].name).step >= steps:
+        return None
+    return _damage_file(checkpoints[-1] / MANIFEST, damage)
+
+
+def _damage_file(path: Path, damage: Damage) -> Path | None:
+    if not path.exists():
+        return None
+    if damage is Damage.LOST:
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage is Damage.EMPTY else path.read_bytes()[:-CUT_BYTES])
+    return path

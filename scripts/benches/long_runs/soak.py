@@ -34,7 +34,7 @@ from benches.long_runs.soak_driver import ANSWER_S, Driver, log_of
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
-from headrace.actors.simulation.virtual.damaged_files import (
+from headrace.actors.simulation.virtual.faults import (
     FOREIGN,
     Damage,
     add_foreign_file,
