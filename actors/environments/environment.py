@@ -122,8 +122,8 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Environment of a recipe's rollouts. If it has a method `check(tasks)`, a run calls that before it starts; it
-    raises ConfigError for data or tasks that cannot be used."""
+    """Environment of a recipe's rollouts. If it has a method `check(task)`, a run calls that with each of its tasks
+    before it starts; it raises ConfigError for a task that cannot be used."""
 
     @property
     def needs_sandbox(self) -> bool:

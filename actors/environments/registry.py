@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from headrace.actors.environments.config import EnvironmentKind, EnvironmentSection
@@ -32,31 +32,28 @@ def make_environment(section: EnvironmentSection) -> Environment:
         raise ConfigError(f"environment.kind: {error}") from error
 
 
-def check_environment(section: EnvironmentSection, tasks: Iterable[Task]) -> None:
-    """Check the data of a recipe's environment, and that it is the one of all tasks. An environment's own `check` gets
-    the tasks. Raises ConfigError."""
-    tasks = tuple(tasks)
-    environment = make_environment(section)
-    for task in tasks:
-        if task.environment is not None and task.environment.kind != section.kind:
+def check_environment(section: EnvironmentSection, environment: Environment, task: Task) -> None:
+    """Check that a recipe's environment is the one of a task. An environment's own `check` gets the task, too. Raises
+    ConfigError."""
+    if task.environment is not None and task.environment.kind != section.kind:
+        raise ConfigError(
+            f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
+            "environment.kind in the recipe, or leave the task out"
+        )
+    for spec in task.evaluator.deciding:
+        if not environment.needs_sandbox and spec.kind not in WITHOUT_FILES:
             raise ConfigError(
-                f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
-                "environment.kind in the recipe, or leave the task out"
+                f"task {task.id}: evaluator.kind {spec.kind} scores the files of a sandbox, and the environment "
+                f"{section.kind} has none; choose {', '.join(WITHOUT_FILES)}, or another environment"
             )
-        for spec in task.evaluator.deciding:
-            if not environment.needs_sandbox and spec.kind not in WITHOUT_FILES:
-                raise ConfigError(
-                    f"task {task.id}: evaluator.kind {spec.kind} scores the files of a sandbox, and the environment "
-                    f"{section.kind} has none; choose {', '.join(WITHOUT_FILES)}, or another environment"
-                )
-            if spec.kind is EvaluatorKind.ENVIRONMENT and section.kind in WITHOUT_VERDICT:
-                raise ConfigError(
-                    f"task {task.id}: evaluator.kind environment needs a verdict, and the environment {section.kind} "
-                    "returns none; choose another evaluator, or another environment"
-                )
+        if spec.kind is EvaluatorKind.ENVIRONMENT and section.kind in WITHOUT_VERDICT:
+            raise ConfigError(
+                f"task {task.id}: evaluator.kind environment needs a verdict, and the environment {section.kind} "
+                "returns none; choose another evaluator, or another environment"
+            )
     check = getattr(environment, "check", None)
     if check is not None:
-        check(tasks)
+        check(task)
 
 
 def _retail(section: EnvironmentSection) -> Environment:

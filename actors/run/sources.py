@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -141,12 +141,11 @@ def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:
 
 
 def refuse_overlap(
-    train: Sequence[Task], held_out: Sequence[Task], source: str, *, trained_by: str = "tasks.train"
+    trained: Collection[str], held_out: Mapping[TaskId, str], source: str, *, trained_by: str = "tasks.train"
 ) -> None:
-    """Raise ConfigError with `source` (a key or an option) and the ids if any task is in both sets: if everything but
-    its id and family is equal. `trained_by` is the key of the training tasks."""
-    trained = {_problem(task) for task in train}
-    both = [task.id for task in held_out if _problem(task) in trained]
+    """Raise ConfigError with `source` (a key or an option) and the ids if any held-out task is also trained. `trained`
+    and `held_out` have the problem digests of tasks; `trained_by` is the key of the training tasks."""
+    both = [task_id for task_id, problem in held_out.items() if problem in trained]
     if both:
         names = ", ".join(repr(task_id[:MAX_ID_CHARACTERS]) for task_id in both[:MAX_NAMED])
         rest = f" and {len(both) - MAX_NAMED} more" if len(both) > MAX_NAMED else ""
@@ -155,5 +154,6 @@ def refuse_overlap(
         )
 
 
-def _problem(task: Task) -> str:
+def problem_digest(task: Task) -> str:
+    """Return a digest of everything in a task but its id and family, in hexadecimal."""
     return task_digest(replace(task, id=TaskId(""), family=""))

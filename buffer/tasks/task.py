@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cache
@@ -236,26 +236,29 @@ class Task:
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
     """Read a JSONL file of tasks, in order. Raises TaskFileError for the first error."""
+    return tuple(read_tasks(path))
+
+
+def read_tasks(path: Path) -> Iterator[Task]:
+    """Yield the tasks of a JSONL file, in order. Of those before only the ids are kept. Raises TaskFileError for the
+    first error."""
+    first_lines: dict[TaskId, int] = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                task = parse_task(line, path.parent, where=f"{path}:{number}")
+                if (before := first_lines.setdefault(task.id, number)) != number:
+                    raise TaskFileError(
+                        f"{path}:{number}: id: {task.id!r} is a duplicate of line {before}; give each task its own id"
+                    )
+                yield task
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise TaskFileError(f"{path}: cannot be read: {reason}; give the path of a JSONL file of tasks") from error
-    tasks: dict[TaskId, Task] = {}
-    first_lines: dict[TaskId, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        task = parse_task(line, path.parent, where=f"{path}:{number}")
-        if task.id in tasks:
-            before = first_lines[task.id]
-            raise TaskFileError(
-                f"{path}:{number}: id: {task.id!r} is a duplicate of line {before}; give each task its own id"
-            )
-        tasks[task.id], first_lines[task.id] = task, number
-    if not tasks:
+    if not first_lines:
         raise TaskFileError(f"{path}: has no tasks; see docs/tasks.md for the format")
-    return tuple(tasks.values())
 
 
 def write_tasks(path: Path, tasks: Iterable[Task]) -> None:

@@ -23,8 +23,8 @@ from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.runtime.pools.config import RemoteSection, SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.providers import refuse_absent_images
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.sandboxes.base import HostPort, ImageRef, Sandbox, SandboxId, SandboxRef, SandboxSpec
+from headrace.buffer.tasks.task import TaskId
+from headrace.sandboxes.base import HostPort, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ExecResultLost,
@@ -300,7 +300,7 @@ async def test_a_client_cannot_boot_a_host_path(remote: RemoteProvider, tmp_path
 async def test_images_missing_on_all_hosts_are_refused_when_a_run_starts(local: LocalProvider) -> None:
     def refuse(*urls: str) -> None:
         section = SandboxSection(provider=SandboxKind.REMOTE, remote=RemoteSection(urls=urls))
-        refuse_absent_images(section, [task_in("host"), task_in("task")])
+        refuse_absent_images(section, {image: TaskId(f"in {image}") for image in ("host", "task")})
 
     async with serving(local) as without, serving(local, images=ImageMap({"task": "host"})) as having:
         with pytest.raises(ConfigError, match=r"task in task: image 'task': no host .* has it; they have base"):
@@ -308,16 +308,6 @@ async def test_images_missing_on_all_hosts_are_refused_when_a_run_starts(local: 
         await asyncio.to_thread(refuse, without, having)
     # Nobody answers: it may be there.
     await asyncio.to_thread(refuse, without)
-
-
-def task_in(image: str) -> Task:
-    return Task(
-        id=TaskId(f"in {image}"),
-        family="f",
-        instruction="do",
-        image=ImageRef(image),
-        evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE),
-    )
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.run.launch import check_objective
+from headrace.actors.run.checks import check_objective
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.leases import SandboxConnections
 from headrace.actors.runtime.pools.providers import check_provider

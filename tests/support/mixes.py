@@ -9,9 +9,9 @@ from typing import Any
 
 from headrace.actors.errors import first_cause
 from headrace.actors.run.config import RunConfig
-from headrace.actors.run.launch import load_task_sets
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
+from headrace.actors.run.task_sets import load_task_sets
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.actors.simulation.virtual.plan_service import plan_config

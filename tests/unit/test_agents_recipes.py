@@ -52,11 +52,11 @@ def test_an_agent_without_a_record_is_refused_for_evaluators_that_need_it(
     for one in (spec, both):
         task = Task(id=TaskId("t"), family="f", instruction="i", evaluator=one)
         with pytest.raises(ConfigError, match=rf"task t: evaluator\.kind {evaluator} .*agent\.kind {kind} does not"):
-            refuse_unrecorded_episodes(AgentSection(kind=kind), [task])
-        refuse_unrecorded_episodes(AgentSection(kind=AgentKind.LOOP), [task])
-        refuse_unrecorded_episodes(AgentSection(kind="package.module:Agent"), [task])
+            refuse_unrecorded_episodes(AgentSection(kind=kind), task)
+        refuse_unrecorded_episodes(AgentSection(kind=AgentKind.LOOP), task)
+        refuse_unrecorded_episodes(AgentSection(kind="package.module:Agent"), task)
     alone = Task(id=TaskId("t"), family="f", instruction="i", evaluator=files.evaluator)
-    refuse_unrecorded_episodes(AgentSection(kind=kind), [alone])
+    refuse_unrecorded_episodes(AgentSection(kind=kind), alone)
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)

@@ -16,8 +16,9 @@ import pytest
 from headrace.actors.cli import app as cli
 from headrace.actors.cli.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.run.checks import check_parts
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.launch import RunRequest, check_parts, prepare, sole_driver
+from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks.task import TaskId, load_tasks, write_tasks
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -602,7 +603,7 @@ def test_tasks_that_the_run_cannot_score_are_not_evaluated(
 def test_an_output_folder_with_other_contents_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("headrace.actors.run.launch.require_namespaces", lambda: None)
+    monkeypatch.setattr("headrace.actors.run.checks.require_namespaces", lambda: None)
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")

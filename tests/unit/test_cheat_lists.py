@@ -15,7 +15,7 @@ from benches.cheating.cheats import KNOWN_OPEN
 from benches.cheating.repositories import REPOSITORIES
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.run.launch import refuse_short_evaluations
+from headrace.actors.run.task_sets import refuse_short_evaluation
 from headrace.buffer.tasks.datasets import harbor
 from headrace.buffer.tasks.datasets.swe import SweEnvironment, task_of, task_of_openclaw
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec
@@ -38,15 +38,15 @@ def test_docs_list_every_known_open_cheat() -> None:
 
 def test_an_evaluation_deadline_too_short_for_twins_is_refused() -> None:
     task = REPOSITORIES[0].task()
-    refuse_short_evaluations([task], 4 * task.evaluator.timeout_s)
+    refuse_short_evaluation(task, 4 * task.evaluator.timeout_s)
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 480"):
-        refuse_short_evaluations([task], 90.0)
-    refuse_short_evaluations([replace(task, evaluator=replace(task.evaluator, repository=None))], 90.0)
+        refuse_short_evaluation(task, 90.0)
+    refuse_short_evaluation(replace(task, evaluator=replace(task.evaluator, repository=None)), 90.0)
     verifier = VerifierSpec(form=VerifierForm.HARBOR)
     scored = EvaluatorSpec(kind=EvaluatorKind.VERIFIER, verifier=verifier, timeout_s=600.0)
-    refuse_short_evaluations([replace(task, evaluator=scored)], 1800.0)
+    refuse_short_evaluation(replace(task, evaluator=scored), 1800.0)
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 1800"):
-        refuse_short_evaluations([replace(task, evaluator=scored)], 600.0)
+        refuse_short_evaluation(replace(task, evaluator=scored), 600.0)
 
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
@@ -81,4 +81,5 @@ def test_tasks_that_are_converted_with_defaults_fit_the_recipes_of_agents(name: 
     (tmp_path / "folder" / "environment" / "Dockerfile").write_text("FROM ubuntu:22.04\nWORKDIR /app\n")
     tasks.append(harbor.task_of(tmp_path / "folder", harbor.HarborSettings(images={"ubuntu:22.04": "host"})))
     recipe = tomllib.loads((RECIPES / f"{name}.toml").read_text())
-    refuse_short_evaluations(tasks, recipe["rollout"]["evaluate_timeout_s"])
+    for task in tasks:
+        refuse_short_evaluation(task, recipe["rollout"]["evaluate_timeout_s"])

@@ -19,8 +19,8 @@ from headrace.actors.engines.devices import (
 )
 from headrace.actors.engines.host import ServerPlan, server_process
 from headrace.actors.errors import ConfigError
+from headrace.actors.run.checks import reserved_gpus
 from headrace.actors.run.config import RunConfig, load_recipe
-from headrace.actors.run.launch import reserved_gpus
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment

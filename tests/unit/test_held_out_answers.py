@@ -29,7 +29,7 @@ from headrace.actors.rollouts.evaluation_folders import (
 )
 from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
-from headrace.actors.run.sources import refuse_overlap
+from headrace.actors.run.sources import problem_digest, refuse_overlap
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.trajectories.types import Cause, RolloutId
@@ -263,9 +263,10 @@ def test_an_overlap_is_found_even_if_the_task_was_renamed() -> None:
     train = [Task(id=TaskId(f"t{n}"), family="a", instruction=f"do {n}", evaluator=spec) for n in range(9)]
     held_out = [replace(task, id=TaskId(f"held-{task.id}"), family="b") for task in train[:7]]
     other = replace(train[8], instruction="do something else")
-    refuse_overlap(train, [other], "--tasks x")
+    trained = {problem_digest(task) for task in train}
+    refuse_overlap(trained, {other.id: problem_digest(other)}, "--tasks x")
     with pytest.raises(ConfigError) as refused:
-        refuse_overlap(train, [other, *held_out], "--tasks x")
+        refuse_overlap(trained, {task.id: problem_digest(task) for task in (other, *held_out)}, "--tasks x")
     assert "--tasks x: 7 tasks are also in tasks.train ('held-t0', 'held-t1'" in str(refused.value)
     assert "and 2 more" in str(refused.value)
 

@@ -11,8 +11,9 @@ import pytest
 from headrace.actors.cli.held_out.command import EvalRequest, prepare_evaluation
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, load_recipe
-from headrace.actors.run.launch import RunRequest, load_task_sets, prepare, reopen
+from headrace.actors.run.launch import RunRequest, prepare, reopen
 from headrace.actors.run.parts import evaluation_sampling, source_parts
+from headrace.actors.run.task_sets import load_task_sets
 from headrace.actors.simulation.virtual.recipe_plan import plan_keys
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import load_tasks, write_tasks

@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 
 from headrace.actors.errors import ConfigError
+from headrace.actors.run.checks import check_objective
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.launch import check_objective
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives.config import OWN, ObjectiveConfig
 from headrace.policies.learners.objectives.loss import Objective

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import judge_prompt, last_score
-from headrace.actors.evaluation.by_service.scoring import check_service_evaluators, score_by_service
+from headrace.actors.evaluation.by_service.scoring import check_service_evaluators, refuse_unoffered, score_by_service
 from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
     EpisodeRecord,
@@ -347,7 +347,7 @@ def test_a_task_whose_service_cannot_score_it_is_refused_before_anything_starts(
 ) -> None:
     task = task_of({"kind": "sum", "parts": [{"name": "a", "evaluator": evaluator}]}, tmp_path)
     with pytest.raises(ConfigError) as refused:
-        check_service_evaluators([task], services, 90.0)
+        refuse_unoffered(check_service_evaluators([task], services, 90.0), services)
     assert says in str(refused.value)
 
 
@@ -358,7 +358,8 @@ def test_a_number_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_reward_server_of_another_package_scores() -> None:
-    check_service_evaluators([request(EvaluatorKind.HTTP).task], {"it": OUTSIDE}, 90.0)
+    services = {"it": OUTSIDE}
+    refuse_unoffered(check_service_evaluators([request(EvaluatorKind.HTTP).task], services, 90.0), services)
     async with ServiceClients({"it": OUTSIDE}) as clients:
         verdict = await score_by_service(request(EvaluatorKind.HTTP), clients)
         assert clients.figures()["it"].totals.calls == 1

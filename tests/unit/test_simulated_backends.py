@@ -17,7 +17,7 @@ from headrace.actors.agents.programs.simulated import SimulatedAgent, SimulatedA
 from headrace.actors.evaluation.graders.evaluator import simulated_verdict
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest
 from headrace.actors.rollouts.sessions import SimulatedSession
-from headrace.actors.run.sources import refuse_overlap
+from headrace.actors.run.sources import problem_digest, refuse_overlap
 from headrace.actors.runtime.simulated import engines
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup
@@ -307,5 +307,6 @@ def test_rewards_follow_the_difficulty_of_the_task_and_repeat() -> None:
 def test_held_out_and_training_tasks_are_disjoint() -> None:
     training = simulated_tasks(0, 2048, evaluate_s=0.0)
     held_out = simulated_tasks(0, 2048, evaluate_s=0.0, family="heldout")
-    refuse_overlap(training, held_out, "tasks")
+    problems = {task.id: problem_digest(task) for task in held_out}
+    refuse_overlap({problem_digest(task) for task in training}, problems, "tasks")
     assert {task.id for task in training}.isdisjoint(task.id for task in held_out)

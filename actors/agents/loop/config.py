@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -80,14 +79,13 @@ class LoopConfig(BaseModel):
         return (*PARSERS[self.parser].stop, *self.stop)
 
 
-def refuse_unfilled_templates(config: LoopConfig, tasks: Iterable[Task]) -> None:
-    """Raise ConfigError for the first task whose `given` does not fill the templates of the first messages."""
-    for task in tasks:
-        given = task.environment.given if task.environment else {}
-        for name in ("system", "first"):
-            try:
-                filled(getattr(config, name), instruction=task.instruction, given=given)
-            except ValueError as error:
-                raise ConfigError(
-                    f"task {task.id}: agent.loop.{name}: {error}; correct the template, or the task's environment.given"
-                ) from error
+def refuse_unfilled_templates(config: LoopConfig, task: Task) -> None:
+    """Raise ConfigError if the task's `given` does not fill the templates of the first messages."""
+    given = task.environment.given if task.environment else {}
+    for name in ("system", "first"):
+        try:
+            filled(getattr(config, name), instruction=task.instruction, given=given)
+        except ValueError as error:
+            raise ConfigError(
+                f"task {task.id}: agent.loop.{name}: {error}; correct the template, or the task's environment.given"
+            ) from error

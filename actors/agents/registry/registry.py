@@ -52,21 +52,20 @@ def _loop_agent(section: AgentSection, environment_section: EnvironmentSection) 
     return LoopAgent(section.loop, environment)
 
 
-def refuse_unrecorded_episodes(section: AgentSection, tasks: Iterable[Task]) -> None:
-    """Raise ConfigError for the first task whose evaluator needs the record of an episode, if the agent keeps none:
+def refuse_unrecorded_episodes(section: AgentSection, task: Task) -> None:
+    """Raise ConfigError if the task's evaluator needs the record of an episode, if the agent keeps none:
     every rollout would end as a fault of the evaluator."""
     unusable: tuple[EvaluatorKind, ...] = () if section.keeps_episodes else OF_EPISODES
     if section.kind is AgentKind.SHELL:
         # Its environment returns no verdict; those of the loop agent are checked with the environment.
         unusable = (EvaluatorKind.ENVIRONMENT,)
-    for task in tasks:
-        for spec in task.evaluator.deciding:
-            if spec.kind in unusable:
-                raise ConfigError(
-                    f"task {task.id}: evaluator.kind {spec.kind} scores the record of an episode, which agent.kind "
-                    f"{section.kind} does not leave; set agent.kind to loop, or choose an evaluator of files "
-                    "(docs/tasks.md)"
-                )
+    for spec in task.evaluator.deciding:
+        if spec.kind in unusable:
+            raise ConfigError(
+                f"task {task.id}: evaluator.kind {spec.kind} scores the record of an episode, which agent.kind "
+                f"{section.kind} does not leave; set agent.kind to loop, or choose an evaluator of files "
+                "(docs/tasks.md)"
+            )
 
 
 def shell_agent(config: ShellAgentConfig) -> LoopAgent:

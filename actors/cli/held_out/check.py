@@ -17,8 +17,9 @@ import orjson
 
 from headrace.actors.cli.held_out.command import Evaluation, of_start_policy, refuse_taken
 from headrace.actors.errors import ConfigError, RunError
+from headrace.actors.run.checks import check_parts
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.launch import check_parts, load_task_sets
+from headrace.actors.run.task_sets import load_task_sets
 from headrace.buffer.tasks.task import Task
 
 

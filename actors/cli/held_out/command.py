@@ -27,12 +27,10 @@ from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About, EvaluationSummary
+from headrace.actors.run.checks import check_parts
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
 from headrace.actors.run.launch import (
-    check_parts,
-    check_tasks,
     interrupts_of_ray,
-    load_task_sets,
     reopen,
     sole_driver,
     telling_warnings,
@@ -41,7 +39,8 @@ from headrace.actors.run.launch import (
 from headrace.actors.run.parts import evaluation_sampling, recipe_digest
 from headrace.actors.run.progress import starting
 from headrace.actors.run.sections import ModelSection
-from headrace.actors.run.sources import refuse_overlap
+from headrace.actors.run.sources import problem_digest, refuse_overlap
+from headrace.actors.run.task_sets import TaskChecks, load_task_sets
 from headrace.actors.runtime.actors.interrupts import Interrupts
 from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.runtime.actors.runtime import RayRuntime, offered_gpus, start_local_ray, stop_local_ray
@@ -237,8 +236,12 @@ def _chosen(
             f"--tasks {request.tasks}: the recipe has sources, and a task of a file is of none; leave --tasks out"
         )
     tasks = load_tasks(request.tasks)[: request.limit]
-    refuse_overlap(train, tasks, f"--tasks {request.tasks}")
-    check_tasks(config, tasks)
+    problems = {task.id: problem_digest(task) for task in tasks}
+    refuse_overlap({problem_digest(task) for task in train}, problems, f"--tasks {request.tasks}")
+    checks = TaskChecks(config)
+    for task in tasks:
+        checks.add(task)
+    checks.finish()
     return tasks
 
 

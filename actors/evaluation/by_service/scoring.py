@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 import orjson
 
@@ -27,14 +27,17 @@ from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import OF_SERVICES, EvaluatorKind, Task
 from headrace.buffer.trajectories.sanitizer import clean_text
 
+ServiceUsers: TypeAlias = dict[tuple[str, ServiceKind], str]
+"""The first task that uses each service in each of its roles."""
 _KINDS: Final = {EvaluatorKind.HTTP: ServiceKind.REWARD, EvaluatorKind.JUDGE: ServiceKind.MODEL}
 
 
 def check_service_evaluators(
     tasks: Iterable[Task], services: Mapping[str, ServiceConfig], evaluate_timeout_s: float
-) -> None:
-    """Check that the services and templates of all tasks exist and fit, before anything starts. Raises ConfigError."""
-    users: dict[tuple[str, ServiceKind], str] = {}
+) -> ServiceUsers:
+    """Check that the services and templates of all tasks exist and fit, before anything starts, and return who uses
+    them. Raises ConfigError."""
+    users: ServiceUsers = {}
     for task in tasks:
         for spec in task.evaluator.deciding:
             if spec.kind not in OF_SERVICES:
@@ -57,6 +60,11 @@ def check_service_evaluators(
                 check_names(spec.judge.template if spec.judge is not None else "", NAMES)
             except ValueError as error:
                 raise ConfigError(f"task {task.id}: evaluator.judge.template: {error}") from error
+    return users
+
+
+def refuse_unoffered(users: ServiceUsers, services: Mapping[str, ServiceConfig]) -> None:
+    """Raise ConfigError if a service of another package lacks the method that its user needs."""
     for (name, kind), user in users.items():
         if not services[name].is_outside:
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -135,7 +135,7 @@ class RunDirectory:
         """Lock file of the driving process; its existence alone means nothing."""
         return self.path / "driver.lock"
 
-    def write_beginning(self, train: Sequence[Task], identity: str) -> None:
+    def write_beginning(self, train: Iterable[Task], identity: str) -> None:
         """Write the data that a buffer needs at startup: the training tasks and the identity of the run. Raises
         OSError."""
         self.train_tasks.parent.mkdir(parents=True)

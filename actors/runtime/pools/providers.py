@@ -14,7 +14,7 @@ import asyncio
 import builtins
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
@@ -23,7 +23,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks.task import Task
+from headrace.buffer.tasks.task import TaskId
 from headrace.sandboxes.base import (
     Feature,
     Sandbox,
@@ -228,10 +228,10 @@ ANSWER_S: Final = 15.0
 logger = logging.getLogger(__name__)
 
 
-def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None:
-    """Check the images of all tasks, which calls the hosts if the provider is `remote`. Raises ConfigError,
-    SecretRefused, SpecRefused."""
-    named = {task.image: task for task in tasks if task.image != HOST}
+def refuse_absent_images(section: SandboxSection, images: Mapping[str, TaskId]) -> None:
+    """Check the images, each with a task that names it, which calls the hosts if the provider is `remote`. Raises
+    ConfigError, SecretRefused, SpecRefused."""
+    named = {image: task_id for image, task_id in images.items() if image != HOST}
     if not named or section.provider is SandboxKind.SIMULATED:
         return
     available: frozenset[str] | None = None
@@ -241,7 +241,7 @@ def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None
             available = thread.submit(lambda: asyncio.run(_available(section))).result()
         if available is None:
             return
-    for image, task in named.items():
+    for image, task_id in named.items():
         try:
             if available is None:
                 check_reference(image)
@@ -249,7 +249,7 @@ def refuse_absent_images(section: SandboxSection, tasks: Iterable[Task]) -> None
                 names = ", ".join(sorted(available)[:20]) or "none"
                 raise ImageUnknown(f"image {image!r}: no host in sandbox.remote.urls has it; they have {names}")
         except PermanentSandboxError as error:
-            raise ConfigError(f"task {task.id}: {error}; correct its image in the task file") from error
+            raise ConfigError(f"task {task_id}: {error}; correct its image in the task file") from error
 
 
 async def _available(section: SandboxSection) -> frozenset[str] | None:

@@ -1,0 +1,161 @@
+"""Checks that a run of a configuration can start: what the recipe names, and what this machine offers.
+
+Invariant: nothing is created but miniatures, which are built where they are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from headrace.actors.agents.registry.config import AgentKind
+from headrace.actors.agents.registry.registry import make_agent
+from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.devices import needed_gpus, refuse_shared_gpus
+from headrace.actors.environments.registry import make_environment
+from headrace.actors.errors import ConfigError
+from headrace.actors.run.config import RunConfig
+from headrace.actors.run.progress import starting
+from headrace.actors.run.sources import KEY
+from headrace.actors.runtime.actors.runtime import check_ray_folder
+from headrace.actors.runtime.pools.config import SandboxKind
+from headrace.actors.runtime.pools.providers import check_provider
+from headrace.actors.services.clients import check_services, refuse_missing_services
+from headrace.actors.services.config import ServiceKind
+from headrace.buffer.primitives.registry import PartRefused
+from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.objectives import registry
+from headrace.policies.learners.slime.checkout import find_checkouts
+from headrace.policies.miniatures.names import name_of
+from headrace.policies.models.model_files import check_model_files
+from headrace.policies.models.qwen_config import check_computable
+from headrace.policies.processes.engine_keys import read_engine_key
+from headrace.policies.sglang.server import find_python
+from headrace.sandboxes.doctor import require_namespaces
+from headrace.serve.gateway.http.placement import most_processes
+from headrace.serve.gateway.rendering.template_renderer import load_renderer
+
+
+@contextmanager
+def of_source(name: str) -> Iterator[None]:
+    """Name the source in the configuration errors of the block, if the run has sources."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        raise ConfigError(f"{KEY}.{name}: {error}") from error
+
+
+def check_parts(config: RunConfig) -> None:
+    """Check that the model, the agent, the services, the sandboxes and the folder for temporary files are usable.
+    Raises ConfigError, ModelInvalid, NamespacesUnavailable and FolderRefused."""
+    for check in MACHINE_CHECKS:
+        check(config)
+    check_recipe_parts(config)
+
+
+def check_recipe_parts(config: RunConfig) -> None:
+    """Check what does not depend on this machine: the model's files, the agent, the services, the objective. Raises
+    ConfigError, ModelInvalid."""
+    build_miniature(config)
+    if not config.engines.is_simulated:
+        check_model_files(config.model.path)
+        # SGLang and other learners check the architecture themselves.
+        if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
+            check_computable(config.model.path)
+        if config.learner.needs_kinds:
+            load_renderer(config.model.path, token_kinds=True)
+    try:
+        read_engine_key(config.engines.key_file, "engines.key_file")
+    except EngineSettingsInvalid as error:
+        raise ConfigError(str(error)) from error
+    refuse_shared_gpus(config.engines, reserved_gpus(config))
+    check_services(config.services)
+    for name, own in config.by_source().items():
+        with of_source(name):
+            check_agent(own)
+    if config.learner.kind != "slime":
+        check_objective(config.learner)
+
+
+def check_gateways(config: RunConfig) -> None:
+    """Raise ConfigError if this machine has fewer cores than the run has gateways."""
+    if (processes := config.gateway.processes) > (cores := most_processes()):
+        raise ConfigError(
+            f"gateway.processes = {processes}: this machine has {cores} cores for them; use at most {cores}"
+        )
+
+
+def check_agent(config: RunConfig) -> None:
+    """Check the agent with its environment, and that the services exist which they use. Raises ConfigError."""
+    make_agent(config.agent, config.environment)
+    if config.agent.kind is AgentKind.LOOP:
+        refuse_missing_services(make_environment(config.environment).services, config.services)
+        if config.agent.loop.judge.service:
+            judges = (config.agent.loop.judge.service,)
+            refuse_missing_services(judges, config.services, kind=ServiceKind.MODEL, user="agent.loop.judge")
+
+
+def build_miniature(config: RunConfig) -> None:
+    """Build the miniature whose model the run trains, if it is one and does not exist yet. Raises ConfigError."""
+    name = name_of(config.model.path)
+    if name is None or config.model.path.is_dir():
+        return
+    # Imported late, because it needs torch.
+    from headrace.policies.miniatures.building import build
+
+    try:
+        with starting(f"the miniature {name} (its policy is trained for about a minute)", quiet=False):
+            build(name)
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"model.path: the miniature {name} cannot be built: {error}; install headrace[cpu], or name a model"
+        ) from error
+
+
+def reserved_gpus(config: RunConfig) -> dict[str, int]:
+    """Return the number of GPUs that each part of a run reserves."""
+    return needed_gpus(config.engines, config.push, learner=config.learner.reserved_gpus)
+
+
+def check_objective(learner: LearnerConfig) -> None:
+    """Raise ConfigError if the learner's objective does not exist or does not go with its correction."""
+    try:
+        registry.check_objective(learner)
+    except PartRefused as error:
+        raise ConfigError(f"learner.objective: {error}") from error
+
+
+def check_slime(learner: LearnerConfig) -> None:
+    """Raise ConfigError if slime or Megatron-LM is missing, or differs from what headrace uses of it."""
+    try:
+        find_checkouts(learner.slime)
+    except LearnerSettingsInvalid as error:
+        raise ConfigError(str(error)) from error
+
+
+def refuse_absent_sglang(engines: EnginesConfig) -> None:
+    """Raise ConfigError if the run would start SGLang servers and there is no environment for them."""
+    if engines.backend != "sglang" or not engines.count:
+        return
+    try:
+        find_python(engines.sglang.python)
+    except EngineStartFailed as error:
+        raise ConfigError(
+            f"engines.backend sglang: {error}, or set engines.sglang.python to another environment's Python, or "
+            "engines.backend to cpu"
+        ) from error
+
+
+MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
+    lambda _: check_ray_folder(),
+    lambda config: refuse_absent_sglang(config.engines),
+    lambda config: check_provider(config.sandbox),
+    lambda config: check_gateways(config) if config.cluster.is_local else None,
+    lambda config: check_slime(config.learner) if config.learner.kind == "slime" else None,
+    lambda config: require_namespaces() if config.sandbox.provider is SandboxKind.LOCAL else None,
+)
+"""Checks of what this machine offers. Each raises ConfigError, NamespacesUnavailable or FolderRefused."""
