@@ -13,12 +13,13 @@ from headrace.actors.environments.shell import ShellEnvironment
 from headrace.actors.environments.terminal import TerminalEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, Task
+from headrace.buffer.tasks.evaluators import OF_EPISODES, EnvironmentEvaluator, NoEvaluator, PluginEvaluator
+from headrace.buffer.tasks.task import Task
 
 MakeEnvironment: TypeAlias = Callable[[EnvironmentSection], Environment]
 
 
-WITHOUT_FILES: Final = (*OF_EPISODES, EvaluatorKind.PLUGIN, EvaluatorKind.NONE)
+WITHOUT_FILES: Final = (*OF_EPISODES, PluginEvaluator, NoEvaluator)
 """Evaluators that can score a rollout without a sandbox."""
 WITHOUT_VERDICT: Final = (EnvironmentKind.SHELL, EnvironmentKind.TERMINAL, EnvironmentKind.SEARCH)
 """Environments that return no verdict."""
@@ -40,13 +41,14 @@ def check_environment(section: EnvironmentSection, environment: Environment, tas
             f"task {task.id}: environment.kind {task.environment.kind!r} is not the recipe's ({section.kind}); set "
             "environment.kind in the recipe, or leave the task out"
         )
-    for spec in task.evaluator.deciding:
-        if not environment.needs_sandbox and spec.kind not in WITHOUT_FILES:
+    for spec in task.evaluators:
+        if not environment.needs_sandbox and not isinstance(spec, WITHOUT_FILES):
+            kinds = ", ".join(each.kind for each in WITHOUT_FILES)
             raise ConfigError(
                 f"task {task.id}: evaluator.kind {spec.kind} scores the files of a sandbox, and the environment "
-                f"{section.kind} has none; choose {', '.join(WITHOUT_FILES)}, or another environment"
+                f"{section.kind} has none; choose {kinds}, or another environment"
             )
-        if spec.kind is EvaluatorKind.ENVIRONMENT and section.kind in WITHOUT_VERDICT:
+        if isinstance(spec, EnvironmentEvaluator) and section.kind in WITHOUT_VERDICT:
             raise ConfigError(
                 f"task {task.id}: evaluator.kind environment needs a verdict, and the environment {section.kind} "
                 "returns none; choose another evaluator, or another environment"

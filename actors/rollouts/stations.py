@@ -40,8 +40,9 @@ from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.service import Services
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.primitives.exit_stack import ResourceOwner
+from headrace.buffer.tasks.evaluators import OF_SERVICES, SumEvaluator
 from headrace.buffer.tasks.parts import TaskLimits, least
-from headrace.buffer.tasks.task import OF_SERVICES, Task, TaskId, load_tasks
+from headrace.buffer.tasks.task import Task, TaskId, load_tasks
 from headrace.buffer.trajectories.breakdown import EVALUATE_CHECK
 from headrace.buffer.trajectories.types import Purpose, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
@@ -259,11 +260,12 @@ class SourceStations:
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         spec = request.task.evaluator
-        if any(part.kind in OF_SERVICES for part in spec.deciding):
+        if any(isinstance(part, OF_SERVICES) for part in request.task.evaluators):
             # Scored here and not by the evaluator, since the limits and figures of services are the workers'.
-            scored = (
-                score_parts(request, self.evaluate) if spec.parts else score_by_service(request, self._shared.services)
-            )
+            if isinstance(spec, SumEvaluator):
+                scored = score_parts(spec, request, self.evaluate)
+            elif isinstance(spec, OF_SERVICES):
+                scored = score_by_service(spec, request, self._shared.services)
             with in_part(EVALUATE_CHECK):
                 return with_rewards(await scored, spec.rewards)
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.

@@ -27,6 +27,12 @@ from headrace.actors.runtime.pools.providers import refuse_absent_images
 from headrace.actors.runtime.simulated.tasks import FAMILY, simulated_tasks
 from headrace.buffer.core.source_names import id_in_run
 from headrace.buffer.tasks.datasets.terminal import Split, generate
+from headrace.buffer.tasks.evaluators import (
+    PluginEvaluator,
+    RepositoryEvaluator,
+    SumEvaluator,
+    VerifierEvaluator,
+)
 from headrace.buffer.tasks.task import Task, TaskId, read_tasks
 
 Allow = Callable[[Iterable[Task]], None]
@@ -49,7 +55,7 @@ class TaskChecks:
         """Check a task by itself. Raises ConfigError, and the errors of `allow`."""
         config = self._config
         self._allow((task,))
-        plugins = {spec.plugin for spec in task.evaluator.deciding if spec.plugin}
+        plugins = {spec.plugin for spec in task.evaluators if isinstance(spec, PluginEvaluator)}
         if not plugins <= self._plugins:
             refuse_absent_evaluators((task,))
             self._plugins |= plugins
@@ -134,18 +140,18 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
 def refuse_short_evaluation(task: Task, evaluate_timeout_s: float) -> None:
     """Raise ConfigError if an evaluation may time out before it has completed all the test runs that it may need."""
     needed_s, why = 0.0, ""
-    for evaluator in task.evaluator.deciding:
-        if evaluator.repository is not None:
+    for evaluator in task.evaluators:
+        if isinstance(evaluator, RepositoryEvaluator):
             runs, why = REPOSITORY_RUNS, "the runs on the diff, the tests, the twins and the untouched repository"
-        elif evaluator.verifier is not None:
+        elif isinstance(evaluator, VerifierEvaluator):
             runs, why = VERIFIER_RUNS, "a verifier that breaks, its run on the untouched files and its repetition"
         else:
             # Other kinds are limited by the phase's deadline alone, unless they follow one of those in a sum.
             runs = 1
-        needed_s += runs * evaluator.timeout_s
+        needed_s += runs * getattr(evaluator, "timeout_s", 0.0)
     if why and needed_s > evaluate_timeout_s:
-        spec = task.evaluator
-        times = f"{runs} x evaluator.timeout_s ({spec.timeout_s:g})" if not spec.parts else "what the parts need"
+        of_parts = isinstance(task.evaluator, SumEvaluator)
+        times = "what the parts need" if of_parts else f"{runs} x evaluator.timeout_s ({needed_s / runs:g})"
         raise ConfigError(
             f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {times} of task {task.id}: {why} may each "
             f"take that long; set rollout.evaluate_timeout_s to {needed_s:g}"

@@ -11,200 +11,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, NewType, Self
+from typing import Any, ClassVar, Final, NewType
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
+from headrace.buffer.tasks.evaluators import EvaluatorSpec, RepositoryEvaluator, SumEvaluator
 from headrace.buffer.tasks.parts import (
-    MAX_REWARD,
     STRICT,
     BinaryFile,
     EnvironmentSpec,
-    JudgeSpec,
     TaskLimits,
     TaskMessage,
     TaskOrigin,
     secret_in_prompt,
-    why_no_judge,
 )
-from headrace.buffer.tasks.repositories import RepositorySpec, is_plain_path, why_unusable
-from headrace.buffer.tasks.verifiers import VerifierSpec, why_not_runnable
+from headrace.buffer.tasks.repositories import RepositorySpec, is_plain_path
 
 TaskId = NewType("TaskId", str)
-_STRICT: Final = STRICT
-
-
-PYTHON: Final = "/usr/bin/python3"
 BINARY_FILES: Final = "binary_files"
 """Folder beside a task file for copies of binary files, named by their SHA-256."""
-
-
-class EvaluatorKind(StrEnum):
-    """Kind of evaluator, which scores the files that the agent left."""
-
-    STATE = "state"
-    """The agent's frozen data paths are mounted read-only in a clean sandbox, where `check` runs."""
-    PATCH = "patch"
-    """The changed text files under the data paths are applied to fresh copies in a second clean sandbox, with
-    `hidden_files`, and `check` runs there. The agent never saw the hidden files."""
-    COMPARE = "compare"
-    """Like `patch`, but `check` only computes: it runs as another user and binds `result` to plain data, which is
-    compared with `expected` outside the sandbox. The agent's code gains nothing by manipulating the process of the
-    check."""
-    REPOSITORY = "repository"
-    """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests
-    (`repository`). If `check` and `expected` are given, its result is compared as well."""
-    VERIFIER = "verifier"
-    """A script or tests, which come to the sandbox after the agent's end, score its state (`verifier`)."""
-    PLUGIN = "plugin"
-    """A function in another package scores the files that the agent left (`plugin`; docs/extending.md)."""
-    NONE = "none"
-    """Every finished rollout gets reward 1, without a sandbox; only for measuring the orchestration."""
-    ANSWER = "answer"
-    """The answer in the agent's last message is compared with the targets (`answer`), without a sandbox."""
-    FUNCTION = "function"
-    """A function in a process of its own scores the record of the episode (`function`), without a sandbox."""
-    HTTP = "http"
-    """A reward server (`service`) scores the record of the episode, without a sandbox."""
-    JUDGE = "judge"
-    """A model (`service`) votes on the record of the episode (`judge`), without a sandbox."""
-    SUM = "sum"
-    """The weighted sum of several evaluators' rewards counts (`parts`)."""
-    ENVIRONMENT = "environment"
-    """The environment's own verdict counts, without a sandbox."""
-    SIMULATED = "simulated"
-    """No sandbox is used: after `seconds`, the reward is 1 with probability `success`, drawn with the attempt's name as
-    the seed. Both are given in `expected`."""
-
-
-OF_EPISODES: Final = (
-    EvaluatorKind.ANSWER,
-    EvaluatorKind.ENVIRONMENT,
-    EvaluatorKind.FUNCTION,
-    EvaluatorKind.HTTP,
-    EvaluatorKind.JUDGE,
-)
-"""Kinds that score the record of an episode: what was said, and the artifacts of its end."""
-OF_SERVICES: Final = (EvaluatorKind.HTTP, EvaluatorKind.JUDGE)
-"""Kinds that call a service of the recipe."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSpec:
-    """Settings of the kind `answer`. The answer is the text of the last pair of tags; it scores 1 if, after
-    normalisation (lower case, no punctuation, no articles, single spaces), it equals a target. The format scores are
-    those of Search-R1: `structure` for a conversation in which every search is followed by its passages and one answer
-    ends it, `retrieval` on top of that if a passage contains a target, and `final` for any answer. A correct answer in
-    a conversation of another structure scores 1 - `structure`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    targets: tuple[str, ...] = ()
-    tag: str = "answer"
-    structure: float = 0.0
-    retrieval: float = 0.0
-    final: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardMap:
-    """Rewards in place of an evaluator's own, by whether it found the task solved."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    solved: float = 1.0
-    failed: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorSpec:
-    """Evaluator of a task. `check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, and any
-    other exit code means that the evaluator failed. A check that binds `reward` returns that reward instead
-    (docs/tasks.md). `python` is the interpreter in the image that runs the check. `data_paths` are absolute paths in
-    the agent's sandbox; nothing else in it is evaluated. `hidden_files` maps absolute paths to text; `test_files` are
-    absolute paths whose files are always the task's own (compare). `expected` is JSON."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    kind: EvaluatorKind
-    check: str = ""
-    data_paths: tuple[str, ...] = ("/workspace",)
-    hidden_files: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 20.0
-    expected: str = ""
-    test_files: tuple[str, ...] = ()
-    repository: RepositorySpec | None = None
-    python: str = PYTHON
-    verifier: VerifierSpec | None = None
-    plugin: str = ""
-    """Function for the kind `plugin`: `package.module:function`, or the name of an entry point. The function defines
-    the meaning of `check` and `expected`."""
-    answer: AnswerSpec | None = None
-    rewards: RewardMap | None = None
-    """Rewards in place of the evaluator's own. A rollout that it could not score still has none."""
-    function: str = ""
-    """Function for the kind `function`: `package.module:function`."""
-    service: str = ""
-    """Service of the recipe (`[services.NAME]`) for the kinds `http` and `judge`."""
-    judge: JudgeSpec | None = None
-    """Settings of the kind `judge`, which has defaults."""
-    parts: tuple[EvaluatorPart, ...] = ()
-    """Evaluators of the kind `sum`; the first one decides whether the task is solved."""
-
-    @property
-    def deciding(self) -> tuple[EvaluatorSpec, ...]:
-        """The evaluators that score: those of a sum, or this one."""
-        return tuple(part.evaluator for part in self.parts) if self.parts else (self,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorPart:
-    """One evaluator of a sum, and the weight of its reward."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    name: str
-    evaluator: EvaluatorSpec
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedVerdict:
-    """Verdict of a simulated evaluator: the probability of reward 1, and the duration of the evaluation, which is
-    `slow_factor` times as long for `slow_share` of the attempts."""
-
-    success: float
-    seconds: float = 0.0
-    slow_share: float = 0.0
-    slow_factor: float = 1.0
-
-    @classmethod
-    def parse(cls, expected: str) -> Self:
-        """Parse `EvaluatorSpec.expected`. Raises ValueError."""
-        document = json.loads(expected)
-        known = {each.name for each in fields(cls)}
-        if not isinstance(document, dict) or not set(document) <= known or "success" not in document:
-            raise ValueError("must be an object with success and, optionally, seconds, slow_share and slow_factor")
-        verdict = cls(**{key: float(value) for key, value in document.items()})
-        if not 0 <= verdict.success <= 1 or not 0 <= verdict.seconds < float("inf"):
-            raise ValueError("success must be from 0 to 1, and seconds must not be negative")
-        if not 0 <= verdict.slow_share <= 1 or not 1 <= verdict.slow_factor < float("inf"):
-            raise ValueError("slow_share must be from 0 to 1, and slow_factor at least 1")
-        return verdict
-
-    def expected(self) -> str:
-        """Return the string that `parse` reads."""
-        document = asdict(self)
-        if not self.slow_share:
-            del document["slow_share"], document["slow_factor"]
-        return json.dumps(document, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +42,7 @@ class Task:
     """A problem for the agent. `files` (absolute path inside the sandbox -> text) are written before the agent
     starts."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     id: TaskId
     family: str
@@ -229,9 +59,15 @@ class Task:
     origin: TaskOrigin | None = None
 
     @property
+    def evaluators(self) -> tuple[EvaluatorSpec, ...]:
+        """The evaluators that score: those of a sum, or the task's own."""
+        own = self.evaluator
+        return tuple(part.evaluator for part in own.parts) if isinstance(own, SumEvaluator) else (own,)
+
+    @property
     def repository(self) -> RepositorySpec | None:
         """The repository that the task's evaluator, or one of its parts, grades."""
-        return next((spec.repository for spec in self.evaluator.deciding if spec.repository is not None), None)
+        return next((spec.repository for spec in self.evaluators if isinstance(spec, RepositoryEvaluator)), None)
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
@@ -293,34 +129,27 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
 
 def _document(task: Task) -> dict[str, Any]:
     """Return a task as JSON, without the paths of its binary files."""
-    document = asdict(task)
-    # Optional fields are left out at their defaults, so that lines stay short.
-    for evaluator in (document["evaluator"], *(part["evaluator"] for part in document["evaluator"]["parts"])):
-        for name, default in _OPTIONAL_EVALUATOR_FIELDS.items():
-            if evaluator[name] == default:
-                del evaluator[name]
-    for name in ("binary_files", "messages", "environment", "limits", "origin"):
-        if not document[name] or document[name] == _NO_LIMITS:
-            del document[name]
-    if "limits" in document:
-        document["limits"] = dict(task.limits.items())
+    document: dict[str, Any] = _plain(task)
     for binary in document.get("binary_files", {}).values():
         del binary["file"]
     return document
 
 
-_OPTIONAL_EVALUATOR_FIELDS: Final = {
-    "python": PYTHON,
-    "plugin": "",
-    "answer": None,
-    "verifier": None,
-    "rewards": None,
-    "function": "",
-    "parts": (),
-    "service": "",
-    "judge": None,
-}
-_NO_LIMITS: Final = asdict(TaskLimits())
+def _plain(value: Any) -> Any:
+    """Return a value as JSON. Fields at their defaults are left out, so that lines stay short."""
+    match value:
+        case Mapping():
+            return {key: _plain(each) for key, each in value.items()}
+        case tuple() | list():
+            return [_plain(each) for each in value]
+        case _ if not is_dataclass(value):
+            return value
+    document = {}
+    for each in fields(value):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (found := getattr(value, each.name)) != default or each.name == "kind":
+            document[each.name] = _plain(found)
+    return document
 
 
 def _text(document: dict[str, Any]) -> str:
@@ -421,16 +250,27 @@ def _find_binary(reference: dict[str, Any], folder: Path, *, where: str) -> None
 def _explain(error: ValidationError) -> str:
     """Return pydantic's first error as one line: key, error and fix."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, first["loc"])) or "the task"
+    # Pydantic names the kind of an object after its key.
+    steps = list(zip(("", *first["loc"]), first["loc"], strict=False))
+    key = ".".join(str(step) for before, step in steps if before not in _TAGGED) or "the task"
     match first["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{key}: unknown field; remove it or correct its name (docs/tasks.md lists all fields)"
+            of_kind = f" of the kind {steps[-2][1]}" if len(steps) > 2 and steps[-2][0] in _TAGGED else ""
+            return f"{key}: unknown field{of_kind}; remove it or correct its name (docs/tasks.md lists all fields)"
         case "missing" | "missing_keyword_only_argument" | "missing_argument":
             return f"{key}: is missing; add it (docs/tasks.md lists all fields)"
+        case "union_tag_not_found":
+            return f"{key}.kind: is missing; add it (docs/tasks.md lists all fields)"
+        case "union_tag_invalid":
+            return f"{key}.kind: must be one of {first['ctx']['expected_tags']}, found {first['ctx']['tag']!r}"
         case _:
             if "secret" in first["loc"]:
                 return f"{key}: {first['msg']}"
             return f"{key}: {first['msg']}, found {str(first['input'])[:60]!r}"
+
+
+_TAGGED: Final = ("evaluator", "grader")
+"""Keys of objects whose `kind` says which fields they have."""
 
 
 def _check_values(task: Task, *, where: str) -> None:
@@ -438,52 +278,12 @@ def _check_values(task: Task, *, where: str) -> None:
     for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
         if not text:
             raise TaskFileError(f"{where}: {key}: is empty; write some text")
-    files = {**task.files, **task.binary_files}
-    _check_paths(files, where=f"{where}: files")
-    _check_parts(task, where=where)
-    _check_evaluator(task.evaluator, where=f"{where}: evaluator")
-    names = [part.name for part in task.evaluator.parts]
-    for part in task.evaluator.parts:
-        if not part.name or names.count(part.name) > 1:
-            raise TaskFileError(f"{where}: evaluator.parts: {part.name!r} must be a name of its own")
-        if part.evaluator.kind in _NOT_IN_SUMS or (
-            part.evaluator.verifier is not None and part.evaluator.verifier.live
-        ):
-            raise TaskFileError(
-                f"{where}: evaluator.parts.{part.name}: a sum has no part of the kinds {', '.join(_NOT_IN_SUMS)} and "
-                "no live verifier; remove it"
-            )
-        if not abs(part.weight) <= MAX_REWARD:
-            raise TaskFileError(f"{where}: evaluator.parts.{part.name}.weight: {part.weight} must be a finite number")
-        _check_evaluator(part.evaluator, where=f"{where}: evaluator.parts.{part.name}")
-    if sum(spec.repository is not None for spec in task.evaluator.deciding) > 1:
-        raise TaskFileError(f"{where}: evaluator.parts: more than one has a repository; keep one")
-
-
-_NOT_IN_SUMS: Final = (EvaluatorKind.SUM, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
-
-
-def _check_paths(paths: Iterable[str], *, where: str) -> None:
-    for path in paths:
+    for path in (*task.files, *task.binary_files):
         if not is_plain_path(path):
-            raise TaskFileError(f"{where}: {path!r} must be an absolute path without '.' or '..'")
-
-
-def _check_evaluator(evaluator: EvaluatorSpec, *, where: str) -> None:
-    """Check the values of one evaluator. Raises TaskFileError."""
-    for key in ("hidden_files", "data_paths", "test_files"):
-        _check_paths(getattr(evaluator, key), where=f"{where}.{key}")
-    if not 0 < evaluator.timeout_s < float("inf"):
-        raise TaskFileError(f"{where}.timeout_s: {evaluator.timeout_s} must be a number above 0")
-    _check_kind(evaluator, where=where)
-    _check_python(evaluator, where=f"{where}.python")
-    if evaluator.kind is EvaluatorKind.STATE:
-        for path in evaluator.hidden_files:
-            if (above := _data_path_above(path, evaluator)) is not None:
-                raise TaskFileError(
-                    f"{where}.hidden_files: {path!r} is below the data path {above!r}, which is mounted "
-                    "read-only; put it elsewhere"
-                )
+            raise TaskFileError(f"{where}: files: {path!r} must be an absolute path without '.' or '..'")
+    _check_parts(task, where=where)
+    if (fault := next(task.evaluator.faults(), None)) is not None:
+        raise TaskFileError(f"{where}: evaluator.{fault}")
 
 
 def _check_parts(task: Task, *, where: str) -> None:
@@ -503,121 +303,5 @@ def _check_parts(task: Task, *, where: str) -> None:
         shown = f"{prompt}\n{json.dumps(task.environment.given, ensure_ascii=False)}"
         if (text := secret_in_prompt(task.environment.secret, shown)) is not None:
             raise TaskFileError(f"{where}: the prompt contains the environment's secret ({text[:12]!r}...); remove it")
-    hidden = [dict(spec.hidden_files) for spec in task.evaluator.deciding]
-    if any(secret_in_prompt(files, prompt) is not None for files in hidden):
+    if any(secret_in_prompt(getattr(spec, "hidden_files", {}), prompt) is not None for spec in task.evaluators):
         raise TaskFileError(f"{where}: the prompt contains a hidden file of the evaluator; remove it")
-
-
-_WITH_PYTHON: Final = (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE, EvaluatorKind.VERIFIER)
-
-
-def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
-    python = evaluator.python
-    if not is_plain_path(python) or shlex.quote(python) != python:
-        raise TaskFileError(
-            f"{where}: {python!r} must be an absolute path with only plain characters and without '.' or '..'"
-        )
-    if python == PYTHON:
-        return
-    if evaluator.kind not in _WITH_PYTHON:
-        raise TaskFileError(f"{where}: belongs to the kinds {', '.join(_WITH_PYTHON)}; remove it")
-    if (above := _data_path_above(python, evaluator)) is not None:
-        raise TaskFileError(f"{where}: {python!r} is below the data path {above!r}: the agent could replace it")
-
-
-def _data_path_above(path: str, evaluator: EvaluatorSpec) -> str | None:
-    return next((above for above in evaluator.data_paths if f"{path}/".startswith(above.rstrip("/") + "/")), None)
-
-
-def _check_answer(answer: AnswerSpec, *, where: str) -> None:
-    if not any(target.strip() for target in answer.targets):
-        raise TaskFileError(f"{where}.targets: has no target; list at least one answer that counts as correct")
-    if not answer.tag.isidentifier():
-        raise TaskFileError(f"{where}.tag: {answer.tag!r} must be the name of a tag, such as answer")
-    if not 0 <= answer.final <= answer.structure <= answer.structure + answer.retrieval < 1:
-        raise TaskFileError(f"{where}: the scores must satisfy 0 <= final <= structure <= structure + retrieval < 1")
-
-
-_WITHOUT_CHECK: Final = (
-    EvaluatorKind.ANSWER,
-    EvaluatorKind.ENVIRONMENT,
-    EvaluatorKind.FUNCTION,
-    EvaluatorKind.SUM,
-)
-_WITH_EXPECTED: Final = (EvaluatorKind.PLUGIN, *OF_SERVICES)
-"""Kinds that give `expected` a meaning of their own."""
-_NEEDED: Final = {
-    "parts": (EvaluatorKind.SUM,),
-    "function": (EvaluatorKind.FUNCTION,),
-    "plugin": (EvaluatorKind.PLUGIN,),
-    "answer": (EvaluatorKind.ANSWER,),
-    "service": OF_SERVICES,
-}
-"""Fields that these kinds need and no other kind uses."""
-
-
-def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
-    """Check that everything that this kind of evaluator needs is given, and nothing that only another kind uses."""
-    if (rewards := evaluator.rewards) is not None and not -MAX_REWARD <= rewards.failed < rewards.solved <= MAX_REWARD:
-        raise TaskFileError(f"{where}.rewards: must satisfy -{MAX_REWARD:g} <= failed < solved <= {MAX_REWARD:g}")
-    is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
-    if is_repository != (evaluator.repository is not None):
-        raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
-    if evaluator.repository is not None and (reason := why_unusable(evaluator.repository)) is not None:
-        raise TaskFileError(f"{where}.repository.{reason}")
-    if (evaluator.kind is EvaluatorKind.VERIFIER) != (evaluator.verifier is not None):
-        raise TaskFileError(f"{where}.verifier: belongs to the kind verifier, which needs it")
-    if evaluator.verifier is not None:
-        reason = why_not_runnable(evaluator.verifier, evaluator.hidden_files, evaluator.data_paths)
-        if reason is not None:
-            raise TaskFileError(f"{where}.{reason}")
-        if evaluator.check or evaluator.expected:
-            raise TaskFileError(f"{where}: check and expected do not belong to the kind verifier; remove them")
-        return
-    for key, kinds in _NEEDED.items():
-        if (evaluator.kind in kinds) != bool(getattr(evaluator, key)):
-            needs = "which needs it" if len(kinds) == 1 else "which need it"
-            raise TaskFileError(
-                f"{where}.{key}: belongs to the kind{'s' * (len(kinds) > 1)} {' and '.join(kinds)}, {needs}"
-            )
-    if evaluator.judge is not None:
-        if evaluator.kind is not EvaluatorKind.JUDGE:
-            raise TaskFileError(f"{where}.judge: belongs to the kind judge; remove it")
-        if (reason := why_no_judge(evaluator.judge)) is not None:
-            raise TaskFileError(f"{where}.judge.{reason}")
-    if evaluator.function and not all(evaluator.function.partition(":")):
-        raise TaskFileError(f"{where}.function: {evaluator.function!r} must be written as package.module:function")
-    if evaluator.answer is not None:
-        _check_answer(evaluator.answer, where=f"{where}.answer")
-    if evaluator.kind in OF_SERVICES and evaluator.check:
-        raise TaskFileError(f"{where}.check: the kind {evaluator.kind} has no check; remove it")
-    if evaluator.kind in _WITH_EXPECTED:
-        return
-    if evaluator.kind in _WITHOUT_CHECK:
-        if evaluator.check or evaluator.expected:
-            raise TaskFileError(f"{where}: the kind {evaluator.kind} uses neither check nor expected; remove them")
-        return
-    if evaluator.kind is EvaluatorKind.SIMULATED:
-        try:
-            SimulatedVerdict.parse(evaluator.expected)
-        except ValueError as error:
-            example = '{"success": 0.5, "seconds": 2}'
-            raise TaskFileError(f"{where}.expected: {error}; write {example}") from error
-        return
-    if evaluator.kind is not EvaluatorKind.NONE and not (is_repository and not evaluator.check):
-        if not evaluator.check.strip():
-            raise TaskFileError(f"{where}.check: is empty; write Python that exits with 0 (solved) or 1 (not solved)")
-        try:
-            compile(evaluator.check, "check", "exec")
-        except (SyntaxError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise TaskFileError(f"{where}.check: not valid Python: {reason}; correct it") from error
-    if evaluator.kind is EvaluatorKind.COMPARE or (is_repository and evaluator.check):
-        try:
-            json.loads(evaluator.expected)
-        except ValueError as error:
-            raise TaskFileError(f"{where}.expected: not valid JSON: {error}; write the value of `result`") from error
-    elif evaluator.expected:
-        raise TaskFileError(
-            f"{where}.expected: is used only by the kinds compare and repository with a check; remove it"
-        )

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.tasks.datasets.terminal import HELD_OUT_SHARE, NAMES, WORDS, Split
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator, RewardMap
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.repositories import RepositorySpec, Swepro
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
+from headrace.buffer.tasks.task import Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
@@ -119,8 +120,7 @@ class Repair:
             family="repair",
             instruction=self.issue,
             files={f"{REPOSITORY}/{module}": source(named) for module, named in values.items()},
-            evaluator=EvaluatorSpec(
-                kind=EvaluatorKind.REPOSITORY,
+            evaluator=RepositoryEvaluator(
                 repository=RepositorySpec(workdir=REPOSITORY, grader=grader, prepare=(COMMIT,)),
                 hidden_files={f"{REPOSITORY}/hidden_test.py": "\n".join(lines) + "\n"},
                 rewards=RewardMap(solved=1.0, failed=-1.0),

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.buffer.tasks.datasets.terminal import Split
+from headrace.buffer.tasks.evaluators import EnvironmentEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
+from headrace.buffer.tasks.task import Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
@@ -138,7 +139,7 @@ class Wish:
             id=TaskId(name),
             family=name.split("-")[0],
             instruction="Serve the customer.",
-            evaluator=EvaluatorSpec(kind=EvaluatorKind.ENVIRONMENT),
+            evaluator=EnvironmentEvaluator(),
             environment=EnvironmentSpec(kind="retail", secret=secret),
             origin=TaskOrigin(source="headrace: generated shop", split=self.split.value, licence="Apache-2.0"),
         )

@@ -25,8 +25,9 @@ from headrace.buffer.tasks.datasets.terminal import (
     guesses,
     problems,
 )
+from headrace.buffer.tasks.evaluators import CheckEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, write_tasks
+from headrace.buffer.tasks.task import Task, write_tasks
 from headrace.buffer.tasks.verifiers import SCRIPT, TESTS, VerifierForm, VerifierSpec
 from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
@@ -96,8 +97,8 @@ CALLS: Final = Form(
 def task_of(problem: Problem) -> Task:
     """Return a terminal task with a verifier in place of its check."""
     task = problem.task()
-    evaluator = EvaluatorSpec(
-        kind=EvaluatorKind.VERIFIER,
+    assert isinstance(task.evaluator, CheckEvaluator)
+    evaluator = VerifierEvaluator(
         hidden_files={SCRIPT: TEST_SCRIPT, CHECK: task.evaluator.check},
         verifier=VerifierSpec(form=VerifierForm.HARBOR),
     )

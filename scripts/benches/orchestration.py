@@ -27,7 +27,8 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
@@ -156,7 +157,7 @@ def without_spans(directory: RunDirectory) -> ActorTelemetry:
 def prepare_directory(path: Path) -> RunDirectory:
     """Create a run directory with tasks that need no evaluation."""
     directory = RunDirectory(path=path)
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    evaluator = NoEvaluator()
     tasks = [Task(id=TaskId(f"none-{n}"), family="none", instruction="return", evaluator=evaluator) for n in range(64)]
     directory.write_beginning(tasks, "orchestration")
     return directory

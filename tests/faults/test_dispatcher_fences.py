@@ -21,13 +21,13 @@ from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0
 HELD_OUT = tuple(
-    Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
-    for n in range(3)
+    Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=NoEvaluator()) for n in range(3)
 )
 
 

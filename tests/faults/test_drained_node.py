@@ -23,14 +23,13 @@ from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import RolloutId
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 
 WAIT_S = 30.0
-HELD_OUT = (
-    Task(id=TaskId("held"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE)),
-)
+HELD_OUT = (Task(id=TaskId("held"), family="none", instruction="return", evaluator=NoEvaluator()),)
 
 
 class Waits(ImmediateAgent):

@@ -19,12 +19,13 @@ from headrace.actors.environments.shell import OutputForm, ShellConfig, ShellEnv
 from headrace.actors.environments.terminal import TerminalConfig, TerminalEnvironment
 from headrace.actors.services.chat import ChatReply
 from headrace.actors.services.service import NO_SERVICES
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
 
-TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=NoEvaluator())
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 CODED = "{exit_code}|{output}"
 

@@ -18,7 +18,8 @@ from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.leases import SandboxConnections
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.buffer.tasks.datasets.terminal import Split
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task
+from headrace.buffer.tasks.evaluators import EvaluatorPart, FunctionEvaluator, SumEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import Cause
 from headrace.policies.miniatures.repairs import REPOSITORY, Repair, repairs
 from headrace.sandboxes.base import SandboxSpec
@@ -78,16 +79,16 @@ async def test_repairs_are_graded_plus_and_minus_one(tmp_path: Path) -> None:
 
 async def test_a_sum_of_a_repository_and_a_function(tmp_path: Path) -> None:
     task = REPAIR.task()
-    function = EvaluatorSpec(kind=EvaluatorKind.FUNCTION, function="support.scoring_functions:brevity")
+    function = FunctionEvaluator(function="support.scoring_functions:brevity")
     parts = (
         EvaluatorPart(name="tests", evaluator=task.evaluator),
         EvaluatorPart(name="short", evaluator=function, weight=2.0),
     )
-    both = replace(task, evaluator=EvaluatorSpec(kind=EvaluatorKind.SUM, parts=parts))
+    both = replace(task, evaluator=SumEvaluator(parts=parts))
     raising = EvaluatorPart(
         name="broken", evaluator=replace(function, function="support.scoring_functions:raises"), weight=1.0
     )
-    faulty = replace(task, evaluator=EvaluatorSpec(kind=EvaluatorKind.SUM, parts=(parts[0], raising)))
+    faulty = replace(task, evaluator=SumEvaluator(parts=(parts[0], raising)))
     async with judged(tmp_path) as verdict_on:
         mended = await verdict_on(both, mend(REPAIR))
         assert (mended.reward, mended.solved) == (1.5, True), mended

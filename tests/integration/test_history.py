@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.actors.evaluation.graders.history import hide_history, leaks, prepare
+from headrace.buffer.tasks.evaluators import EvaluatorSpec, RepositoryEvaluator
 from headrace.buffer.tasks.repositories import Command, RepositorySpec
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
@@ -129,7 +130,7 @@ async def test_preparing_a_repository_checks_out_the_base_commit_and_hides_the_r
     spec = RepositorySpec(
         workdir=REPO, grader=Command(command="true"), base_commit=base, prepare=("echo p > prepared",)
     )
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec)
+    evaluator = RepositoryEvaluator(repository=spec)
     await prepare(Task(id=TaskId("t"), family="f", instruction="i", evaluator=evaluator), sandbox)
     assert await output(sandbox, "git rev-parse HEAD; cat prepared") == f"{base}\np"
     assert await findings(sandbox) == []
@@ -142,7 +143,7 @@ async def test_preparing_a_repository_checks_out_the_base_commit_and_hides_the_r
 
 def evaluator_for(base_commit: str) -> EvaluatorSpec:
     spec = RepositorySpec(workdir=REPO, grader=Command(command="true"), base_commit=base_commit)
-    return EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec)
+    return RepositoryEvaluator(repository=spec)
 
 
 async def test_a_folder_without_a_repository_is_left_unchanged(provider: LocalProvider) -> None:

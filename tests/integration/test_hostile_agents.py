@@ -9,7 +9,8 @@ import pytest
 
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, problems
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import CheckEvaluator, PatchEvaluator, StateEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
@@ -93,9 +94,9 @@ async def test_a_repair_is_rewarded_and_leftover_files_are_recorded(provider: Lo
     assert (await verdict_on(provider, REPAIR.task(), "sed -i 's/total(1) == .*/True/' test.py")).reward == 0.0
 
 
-def task_with(kind: EvaluatorKind, check: str, **evaluator: object) -> Task:
+def task_with(kind: type[CheckEvaluator], check: str, **evaluator: object) -> Task:
     """Somebody's own task about /workspace/answer.py, with a check that trusts the agent."""
-    spec = EvaluatorSpec(kind=kind, check=check, **{"timeout_s": 20.0, **evaluator})  # type: ignore[arg-type]
+    spec = kind(check=check, **{"timeout_s": 20.0, **evaluator})  # type: ignore[arg-type]
     files = {"/workspace/answer.py": "value = 1\n", "/home/agent/kept.txt": "kept\n"}
     return Task(id=TaskId("own"), family="own", instruction="make value 2", evaluator=spec, files=files)
 
@@ -113,22 +114,22 @@ BREAKING = {
 
 @pytest.mark.parametrize("source", BREAKING.values(), ids=BREAKING)
 async def test_code_that_breaks_the_check_gets_zero_reward(provider: LocalProvider, source: str) -> None:
-    task = task_with(EvaluatorKind.PATCH, IMPORTING, timeout_s=5.0)
+    task = task_with(PatchEvaluator, IMPORTING, timeout_s=5.0)
     verdict = await verdict_on(provider, task, f"printf '%b' {shlex.quote(source)} > answer.py")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
 async def test_removing_a_file_that_the_check_expects_gives_zero_reward(provider: LocalProvider) -> None:
-    task = task_with(EvaluatorKind.STATE, "import sys; sys.exit('2' not in open('/workspace/answer.py').read())")
+    task = task_with(StateEvaluator, "import sys; sys.exit('2' not in open('/workspace/answer.py').read())")
     assert (await verdict_on(provider, task, "sed -i s/1/2/ answer.py")).reward == 1.0
     assert (await verdict_on(provider, task, "true")).cause is Cause.FAILED
     assert (await verdict_on(provider, task, "rm answer.py")).reward == 0.0
     assert (await verdict_on(provider, task, "rm answer.py; mkdir answer.py")).reward == 0.0
 
 
-@pytest.mark.parametrize("kind", [EvaluatorKind.STATE, EvaluatorKind.PATCH])
+@pytest.mark.parametrize("kind", [StateEvaluator, PatchEvaluator])
 async def test_a_check_that_fails_on_untouched_files_is_an_evaluator_error(
-    provider: LocalProvider, kind: EvaluatorKind
+    provider: LocalProvider, kind: type[CheckEvaluator]
 ) -> None:
     verdict = await verdict_on(provider, task_with(kind, "raise RuntimeError"), "true")
     assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR)
@@ -145,13 +146,13 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
 async def test_the_agents_files_do_not_block_hidden_files(provider: LocalProvider, obstacle: str) -> None:
-    task = task_with(EvaluatorKind.PATCH, f"{FIRST_HIDDEN}\n{IMPORTING}", hidden_files=HIDDEN)
+    task = task_with(PatchEvaluator, f"{FIRST_HIDDEN}\n{IMPORTING}", hidden_files=HIDDEN)
     assert (await verdict_on(provider, task, obstacle)).cause is Cause.FAILED
     assert (await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {obstacle}")).reward == 1.0
 
 
 async def test_a_name_that_is_not_utf8_is_dropped_from_a_patch(provider: LocalProvider) -> None:
-    task = task_with(EvaluatorKind.PATCH, IMPORTING)
+    task = task_with(PatchEvaluator, IMPORTING)
     odd = "echo x > $'caf\\xe9'"
     assert (await verdict_on(provider, task, odd)).reward == 0.0
     verdict = await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {odd}")
@@ -168,12 +169,12 @@ for n in range(100):
     for m in range(9):
         open(f'{folder}/{m}' + chr(1) * 200, 'wb').write(bytes([255]))
 " """
-    verdict = await verdict_on(provider, task_with(EvaluatorKind.PATCH, IMPORTING), names)
+    verdict = await verdict_on(provider, task_with(PatchEvaluator, IMPORTING), names)
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
 async def test_a_patch_reads_files_as_data_and_leaves_other_paths_alone(provider: LocalProvider) -> None:
     check = f"assert open('/home/agent/kept.txt').read() == 'kept\\n'; {IMPORTING}"
-    task = task_with(EvaluatorKind.PATCH, check, data_paths=("/workspace/answer.py",))
+    task = task_with(PatchEvaluator, check, data_paths=("/workspace/answer.py",))
     assert (await verdict_on(provider, task, "sed -i s/1/2/ answer.py; rm /home/agent/kept.txt")).reward == 1.0
     assert (await verdict_on(provider, task, "true")).cause is Cause.FAILED

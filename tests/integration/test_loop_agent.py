@@ -34,7 +34,8 @@ from headrace.actors.services.service import NO_SERVICES, ServiceDown, Services
 from headrace.actors.services.started import resolved, running_services, stop_services
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.tasks.datasets.facts import Fact, write_corpus
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import EnvironmentEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.sanitizer import plain_scores
 from headrace.buffer.trajectories.token_kinds import TokenKind
 from headrace.sandboxes.base import Sandbox
@@ -48,9 +49,7 @@ from support.scripted_engine import Fault, check_exact
 
 FACT = Fact("otter", "color")
 SEARCH = LoopConfig.model_validate({"parser": "search", "inline": True, "max_turns": 4, "malformed": "\nAgain.\n"})
-ECHO_TASK = Task(
-    id=TaskId("echo"), family="echo", instruction="Go.", evaluator=EvaluatorSpec(kind=EvaluatorKind.ENVIRONMENT)
-)
+ECHO_TASK = Task(id=TaskId("echo"), family="echo", instruction="Go.", evaluator=EnvironmentEvaluator())
 
 
 @dataclass

@@ -21,7 +21,8 @@ from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.leases import SandboxConnections
 from headrace.actors.runtime.pools.providers import check_provider
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import StateEvaluator, VerifierEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry
@@ -42,7 +43,7 @@ TASK = Task(
     id=TaskId("answer"),
     family="answer",
     instruction="write the answer",
-    evaluator=EvaluatorSpec(kind=EvaluatorKind.STATE, check=CHECK),
+    evaluator=StateEvaluator(check=CHECK),
 )
 MODULE = """
 from headrace.sandboxes.local.provider import LocalProvider
@@ -93,8 +94,7 @@ LIVE = Task(
     id=TaskId("live"),
     family="answer",
     instruction="write the answer",
-    evaluator=EvaluatorSpec(
-        kind=EvaluatorKind.VERIFIER,
+    evaluator=VerifierEvaluator(
         verifier=VerifierSpec(form=VerifierForm.HARBOR, live=True, allow_root=True),
         hidden_files={
             "/tests/test.sh": "[ $(cat /workspace/answer) = right ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n"

@@ -22,8 +22,18 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.tasks.evaluators import (
+    EvaluatorPart,
+    EvaluatorSpec,
+    HttpEvaluator,
+    JudgeEvaluator,
+    NoEvaluator,
+    RewardMap,
+    StateEvaluator,
+    SumEvaluator,
+)
 from headrace.buffer.tasks.parts import JudgeSpec
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorPart, EvaluatorSpec, RewardMap, Task, TaskId, write_tasks
+from headrace.buffer.tasks.task import Task, TaskId, write_tasks
 from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.capture.session import Budgets, Sampling, TrainedPart
@@ -36,11 +46,9 @@ from support.scripted_service import json as answer_with
 
 pytestmark = pytest.mark.namespaces
 
-WROTE_42 = EvaluatorSpec(
-    kind=EvaluatorKind.STATE, check="import sys; sys.exit(open('/workspace/answer').read() != '42\\n')"
-)
-HTTP = EvaluatorSpec(kind=EvaluatorKind.HTTP, service="grader", rewards=RewardMap(solved=2.0, failed=-2.0))
-JUDGE = EvaluatorSpec(kind=EvaluatorKind.JUDGE, service="judge", judge=JudgeSpec(votes=2))
+WROTE_42 = StateEvaluator(check="import sys; sys.exit(open('/workspace/answer').read() != '42\\n')")
+HTTP = HttpEvaluator(service="grader", rewards=RewardMap(solved=2.0, failed=-2.0))
+JUDGE = JudgeEvaluator(service="judge", judge=JudgeSpec(votes=2))
 
 
 def order(number: int) -> RolloutOrder:
@@ -60,7 +68,7 @@ async def worker(
     observing = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=directory.path)
     engine = rigs.scripted.ScriptedEngine.of(folder / "model", rigs.STOP, lambda _: "echo 42 > answer; exit")
     directory.train_tasks.parent.mkdir(parents=True, exist_ok=True)
-    idle = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+    idle = Task(id=TaskId("t"), family="f", instruction="i", evaluator=NoEvaluator())
     write_tasks(directory.train_tasks, [idle])
     directory.identity.write_text("services")
     async with AsyncExitStack() as stack:
@@ -113,7 +121,7 @@ def table(kind: ServiceKind, url: str) -> ServiceConfig:
 
 def sum_of(**parts: EvaluatorSpec) -> EvaluatorSpec:
     named = tuple(EvaluatorPart(name=name, evaluator=spec, weight=0.5) for name, spec in parts.items())
-    return EvaluatorSpec(kind=EvaluatorKind.SUM, parts=named)
+    return SumEvaluator(parts=named)
 
 
 async def test_rollouts_are_scored_by_a_server_and_a_judge_or_not_at_all(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pytest
 from headrace.actors.evaluation.graders.checks import imports_only
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import task_files
+from headrace.buffer.tasks.evaluators import CheckEvaluator, CompareEvaluator, PatchEvaluator, StateEvaluator
 from headrace.buffer.tasks.parts import BinaryFile
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.launcher.commands import PRELOADED
@@ -56,11 +57,11 @@ async def verdict_on(
     command: str = "true",
     sandboxes: type = CleanSandboxes,
     binary_files: Mapping[str, BinaryFile] | None = None,
+    kind: type[CheckEvaluator] = StateEvaluator,
     **evaluator: object,
 ) -> Verdict:
     """The verdict of a state check after an agent has run `command` in /workspace."""
-    fields: dict[str, object] = {"kind": EvaluatorKind.STATE, "check": check, "timeout_s": 20.0}
-    spec = EvaluatorSpec(**(fields | evaluator))  # type: ignore[arg-type]
+    spec = kind(check=check, timeout_s=20.0, **evaluator)  # type: ignore[arg-type]
     files = {"/workspace/answer": "1\n"}
     task = Task(
         id=TaskId("own"),
@@ -165,14 +166,14 @@ class ImageWithAnotherPython(CleanSandboxes):
 
 
 @pytest.mark.parametrize("name", INTERPRETERS)
-@pytest.mark.parametrize("kind", [EvaluatorKind.STATE, EvaluatorKind.COMPARE])
+@pytest.mark.parametrize("kind", [StateEvaluator, CompareEvaluator])
 async def test_an_interpreter_that_cannot_run_the_check_is_an_evaluator_error(
-    provider: LocalProvider, kind: EvaluatorKind, name: str
+    provider: LocalProvider, kind: type[CheckEvaluator], name: str
 ) -> None:
     """Python ends with 1 where it cannot start, and so does a failed check."""
     text, said = INTERPRETERS[name]
     sandboxes = type("CleanSandboxes", (ImageWithAnotherPython,), {"text": text})
-    evaluator = {"kind": kind, "expected": "1", "python": "/opt/python3"}
+    evaluator = {"kind": kind, "python": "/opt/python3"} | ({"expected": "1"} if kind is CompareEvaluator else {})
     verdict = await verdict_on(provider, "result = 1", "echo 2 > answer", sandboxes, **evaluator)
     assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR), verdict
     assert said in verdict.detail
@@ -237,9 +238,9 @@ async def test_packages_below_a_data_path_are_not_imported(provider: LocalProvid
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
 
 
-@pytest.mark.parametrize("kind", [EvaluatorKind.PATCH, EvaluatorKind.COMPARE])
+@pytest.mark.parametrize("kind", [PatchEvaluator, CompareEvaluator])
 async def test_files_that_are_not_text_are_kept_and_belong_to_no_patch(
-    provider: LocalProvider, tmp_path: Path, kind: EvaluatorKind
+    provider: LocalProvider, tmp_path: Path, kind: type[CheckEvaluator]
 ) -> None:
     content = b"\x89PNG\r\n\0\xff"
     (tmp_path / "image.png").write_bytes(content)
@@ -249,7 +250,7 @@ async def test_files_that_are_not_text_are_kept_and_belong_to_no_patch(
     )
     look += ", sorted(os.listdir('/workspace'))]\n"
     right = ["2\n", True, ["answer", "image.png"]]
-    if kind is EvaluatorKind.PATCH:
+    if kind is PatchEvaluator:
         evaluator = {"check": f"{look}raise SystemExit(found != {right})"}
     else:
         evaluator = {"check": f"{look}result = found", "expected": json.dumps(right)}

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.parts import BinaryFile
 from headrace.buffer.tasks.repositories import Command, Grader, RepositorySpec, Script, TestIds
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, FILES, HIDDEN_TESTS, IDS, REPO, RIGHT, SPEC, repository_task, verdict_on
 
@@ -182,7 +183,7 @@ def release_task(release: Release, folder: Path) -> Task:
         instruction="",
         files=files,
         binary_files={"/opt/site.tar": binary},
-        evaluator=EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec, timeout_s=60.0),
+        evaluator=RepositoryEvaluator(repository=spec, timeout_s=60.0),
     )
 
 

@@ -11,16 +11,17 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.cli.held_out.task_check import check_answer
-from headrace.buffer.tasks.task import (
+from headrace.buffer.tasks.evaluators import (
+    AnswerEvaluator,
     AnswerSpec,
-    EvaluatorKind,
     EvaluatorPart,
     EvaluatorSpec,
-    Task,
-    TaskId,
-    load_tasks,
-    write_tasks,
+    FunctionEvaluator,
+    StateEvaluator,
+    SumEvaluator,
+    VerifierEvaluator,
 )
+from headrace.buffer.tasks.task import Task, TaskId, load_tasks, write_tasks
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 
 PATH = "/workspace/answer"
@@ -29,13 +30,12 @@ GRADE = f'#!/bin/bash\n[ "$(cat {PATH})" = 2 ] && r=1 || r=0\necho $r > /logs/ve
 
 
 def state(name: str, check: str, content: str = "1\n") -> Task:
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.STATE, check=check)
+    evaluator = StateEvaluator(check=check)
     return Task(id=TaskId(name), family="own", instruction="write 2", evaluator=evaluator, files={PATH: content})
 
 
 def verified(name: str) -> Task:
-    evaluator = EvaluatorSpec(
-        kind=EvaluatorKind.VERIFIER,
+    evaluator = VerifierEvaluator(
         verifier=VerifierSpec(form=VerifierForm.HARBOR),
         hidden_files={"/tests/test.sh": GRADE},
     )
@@ -44,18 +44,18 @@ def verified(name: str) -> Task:
 
 def summed(name: str, *parts: EvaluatorSpec) -> Task:
     named = tuple(EvaluatorPart(name=f"p{number}", evaluator=part) for number, part in enumerate(parts))
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.SUM, parts=named)
+    evaluator = SumEvaluator(parts=named)
     return Task(id=TaskId(name), family="own", instruction="write 2", evaluator=evaluator, files={PATH: "1\n"})
 
 
 def answer(*targets: str) -> Task:
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.ANSWER, answer=AnswerSpec(targets=targets))
+    evaluator = AnswerEvaluator(answer=AnswerSpec(targets=targets))
     return Task(id=TaskId("asked"), family="own", instruction="who?", evaluator=evaluator)
 
 
 @pytest.mark.namespaces
 def test_tasks_that_cannot_be_trained_on_are_left_out(tmp_path: Path) -> None:
-    function = EvaluatorSpec(kind=EvaluatorKind.FUNCTION, function="support.scoring_functions:brevity")
+    function = FunctionEvaluator(function="support.scoring_functions:brevity")
     file = state("", IS_TWO).evaluator
     tasks = [
         summed("both-files", file, verified("").evaluator),

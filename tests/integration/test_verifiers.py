@@ -17,8 +17,9 @@ from headrace.actors.environments.terminal import TerminalConfig, TerminalEnviro
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import task_files
 from headrace.actors.evaluation.graders.verifier import end_agent
+from headrace.buffer.tasks.evaluators import StateEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.parts import BinaryFile
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
@@ -60,8 +61,7 @@ async def image(provider: LocalProvider) -> str:
 
 def harbor_task(script: str, *, timeout_s: float = 20.0, data: str = "/workspace", **verifier: object) -> Task:
     spec = VerifierSpec(form=VerifierForm.HARBOR, **verifier)  # type: ignore[arg-type]
-    evaluator = EvaluatorSpec(
-        kind=EvaluatorKind.VERIFIER,
+    evaluator = VerifierEvaluator(
         verifier=spec,
         hidden_files={"/tests/test.sh": script},
         timeout_s=timeout_s,
@@ -72,8 +72,7 @@ def harbor_task(script: str, *, timeout_s: float = 20.0, data: str = "/workspace
 
 def pytest_task(*, live: bool, python: str = f"{VENV}/bin/python") -> Task:
     tests = f"def test_answer():\n    assert open('{ANSWER}').read() == '2\\n'\n"
-    evaluator = EvaluatorSpec(
-        kind=EvaluatorKind.VERIFIER,
+    evaluator = VerifierEvaluator(
         verifier=VerifierSpec(form=VerifierForm.PYTEST, live=live),
         hidden_files={"/tests/test_state.py": tests},
         python=python,
@@ -181,18 +180,18 @@ async def test_only_the_agents_files_break_the_verifier(provider: LocalProvider)
         assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
-@pytest.mark.parametrize("kind", [EvaluatorKind.VERIFIER, EvaluatorKind.STATE])
+@pytest.mark.parametrize("kind", [VerifierEvaluator, StateEvaluator])
 async def test_an_agent_that_removes_a_binary_file_breaks_the_check(
-    provider: LocalProvider, tmp_path: Path, kind: EvaluatorKind
+    provider: LocalProvider, tmp_path: Path, kind: type
 ) -> None:
     """The untouched files that clear the evaluator include those that are not text."""
     content = b"\x89PNG\r\n\0\xff"
     (tmp_path / "image.png").write_bytes(content)
     image = BinaryFile(file=str(tmp_path / "image.png"), sha256=hashlib.sha256(content).hexdigest(), size=len(content))
     task = harbor_task(f"grep -q . /workspace/image.png && echo 0 > {TXT}")
-    if kind is EvaluatorKind.STATE:
+    if kind is StateEvaluator:
         check = "open('/workspace/image.png', 'rb').read(); raise SystemExit(1)"
-        task = replace(task, evaluator=EvaluatorSpec(kind=kind, check=check, timeout_s=20.0))
+        task = replace(task, evaluator=StateEvaluator(check=check, timeout_s=20.0))
     task = replace(task, binary_files={"/workspace/image.png": image})
     verdict = await verdict_on(provider, task)
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
@@ -256,7 +255,7 @@ def careless_task(*, live: bool, **environment: str) -> Task:
     path = {"PATH": "/opt/tools:/workspace/bin:/usr/bin:/bin"}
     task = harbor_task(CARELESS, live=live, environment=path | environment)
     hidden = {**task.evaluator.hidden_files, **pytest_task(live=live).evaluator.hidden_files}
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.VERIFIER, verifier=task.evaluator.verifier, hidden_files=hidden)
+    evaluator = VerifierEvaluator(verifier=task.evaluator.verifier, hidden_files=hidden)
     return Task(id=task.id, family="own", instruction="write 2", evaluator=evaluator, files=task.files)
 
 

@@ -23,7 +23,8 @@ from headrace.actors.agents.programs.qwen_code import QwenCode
 from headrace.actors.evaluation.graders.verdict import EvaluationRequest, Verdict
 from headrace.actors.rollouts.rollout import RolloutConfig, RunningAttempt
 from headrace.actors.services.chat import NoChat
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, RolloutId, RolloutOrder, RolloutResult
 from headrace.policies.engine import EngineId
 from headrace.sandboxes import doctor
@@ -49,7 +50,7 @@ INSTRUCTION = "MAIN-TASK: add() of calc.py is wrong, mend it"
 
 
 def task(instruction: str = INSTRUCTION) -> Task:
-    evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    evaluator = NoEvaluator()
     return Task(id=TaskId("t"), family="f", instruction=instruction, evaluator=evaluator, files=FILES)
 
 

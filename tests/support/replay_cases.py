@@ -11,7 +11,8 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import BatchRecord, Snapshot
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import (
     BatchLease,
     Cause,
@@ -30,7 +31,7 @@ SMALL = BufferConfig(batch_size=4, group_size=2, max_staleness=2)
 
 
 def tasks(count: int = 8) -> list[Task]:
-    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    spec = NoEvaluator()
     return [Task(id=TaskId(f"task-{i}"), family="words", instruction="do it", evaluator=spec) for i in range(count)]
 
 

@@ -9,8 +9,9 @@ from benches.cheating import cheat_bench
 
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import prepare
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.repositories import RepositorySpec, TestIds
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
 from support.clean_sandboxes import CleanSandboxes
@@ -56,7 +57,7 @@ def repository_task(spec: RepositorySpec = SPEC, **evaluator: object) -> Task:
         family="calc",
         instruction="mean([]) raises ZeroDivisionError, it should be 0.0",
         files=FILES,
-        evaluator=EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec, **(fields | evaluator)),  # type: ignore[arg-type]
+        evaluator=RepositoryEvaluator(repository=spec, **(fields | evaluator)),  # type: ignore[arg-type]
     )
 
 
@@ -83,6 +84,7 @@ async def exit_code_of_tests(provider: LocalProvider, task: Task, command: str) 
         await install_pytest(sandbox)
         await prepare(task, sandbox)
         await sandbox.exec(command, cwd=REPO, timeout_s=30)
+        assert isinstance(task.evaluator, RepositoryEvaluator)
         await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
         tests = f"/usr/bin/python3 -m pytest -q {REPO}/tests/test_calc.py"
         return (await sandbox.exec(tests, cwd=REPO, env=SPEC.environment, timeout_s=30)).exit_code

@@ -15,8 +15,9 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import HelperModel, Retriever, RewardServer
 from headrace.buffer.tasks.datasets.tau import KIND
+from headrace.buffer.tasks.evaluators import NoEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 
 POLICY = "Help the customers of the lamp shop."
 ADDRESS = {"address1": "1 Hill St", "address2": "", "city": "Oslo", "country": "NO", "state": "OS", "zip": "10001"}
@@ -107,7 +108,7 @@ def retail_task(secret: Mapping[str, Any], name: str = "t1") -> Task:
         id=TaskId(name),
         family="tau/retail",
         instruction="Help.",
-        evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE),
+        evaluator=NoEvaluator(),
         environment=EnvironmentSpec(kind=KIND, secret=secret),
     )
 

@@ -14,7 +14,19 @@ from headrace.actors.agents.registry.config import AgentKind, AgentSection
 from headrace.actors.agents.registry.registry import make_agent, refuse_unrecorded_episodes
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import load_recipe
-from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, EvaluatorPart, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import (
+    AnswerEvaluator,
+    AnswerSpec,
+    EnvironmentEvaluator,
+    EvaluatorPart,
+    EvaluatorSpec,
+    FunctionEvaluator,
+    HttpEvaluator,
+    JudgeEvaluator,
+    StateEvaluator,
+    SumEvaluator,
+)
+from headrace.buffer.tasks.task import Task, TaskId
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 PROGRAMS = tuple(kind for kind in AgentKind if AgentSection(kind=kind).is_program)
@@ -41,17 +53,23 @@ def test_builtin_agents_need_no_program() -> None:
     assert isinstance(make_agent(AgentSection(kind=AgentKind.IMMEDIATE)), ImmediateAgent)
 
 
-@pytest.mark.parametrize("evaluator", OF_EPISODES)
+EPISODES = (
+    AnswerEvaluator(answer=AnswerSpec(targets=("x",))),
+    EnvironmentEvaluator(),
+    FunctionEvaluator(function="module:function"),
+    HttpEvaluator(service="it"),
+    JudgeEvaluator(service="it"),
+)
+
+
+@pytest.mark.parametrize("spec", EPISODES, ids=lambda spec: spec.kind)
 @pytest.mark.parametrize("kind", [*PROGRAMS, AgentKind.IMMEDIATE, AgentKind.SIMULATED])
-def test_an_agent_without_a_record_is_refused_for_evaluators_that_need_it(
-    kind: AgentKind, evaluator: EvaluatorKind
-) -> None:
-    spec = EvaluatorSpec(kind=evaluator)
-    files = EvaluatorPart(name="files", evaluator=EvaluatorSpec(kind=EvaluatorKind.STATE, check="pass"))
-    both = EvaluatorSpec(kind=EvaluatorKind.SUM, parts=(files, EvaluatorPart(name="said", evaluator=spec)))
+def test_an_agent_without_a_record_is_refused_for_evaluators_that_need_it(kind: AgentKind, spec: EvaluatorSpec) -> None:
+    files = EvaluatorPart(name="files", evaluator=StateEvaluator(check="pass"))
+    both = SumEvaluator(parts=(files, EvaluatorPart(name="said", evaluator=spec)))
     for one in (spec, both):
         task = Task(id=TaskId("t"), family="f", instruction="i", evaluator=one)
-        with pytest.raises(ConfigError, match=rf"task t: evaluator\.kind {evaluator} .*agent\.kind {kind} does not"):
+        with pytest.raises(ConfigError, match=rf"task t: evaluator\.kind {spec.kind} .*agent\.kind {kind} does not"):
             refuse_unrecorded_episodes(AgentSection(kind=kind), task)
         refuse_unrecorded_episodes(AgentSection(kind=AgentKind.LOOP), task)
         refuse_unrecorded_episodes(AgentSection(kind="package.module:Agent"), task)

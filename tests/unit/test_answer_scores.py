@@ -6,7 +6,7 @@ import pytest
 
 from headrace.actors.evaluation.graders.answer import last_answer, normalized, score_answer
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
-from headrace.buffer.tasks.task import AnswerSpec
+from headrace.buffer.tasks.evaluators import AnswerSpec
 from headrace.buffer.trajectories.types import Cause
 
 SPEC = AnswerSpec(targets=("The Beatles", "Beatles band"))

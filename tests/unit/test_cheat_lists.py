@@ -18,7 +18,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.run.task_sets import refuse_short_evaluation
 from headrace.buffer.tasks.datasets import harbor
 from headrace.buffer.tasks.datasets.swe import SweEnvironment, task_of, task_of_openclaw
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec
+from headrace.buffer.tasks.evaluators import StateEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
 
 
@@ -41,9 +41,9 @@ def test_an_evaluation_deadline_too_short_for_twins_is_refused() -> None:
     refuse_short_evaluation(task, 4 * task.evaluator.timeout_s)
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 480"):
         refuse_short_evaluation(task, 90.0)
-    refuse_short_evaluation(replace(task, evaluator=replace(task.evaluator, repository=None)), 90.0)
+    refuse_short_evaluation(replace(task, evaluator=StateEvaluator(check="pass", timeout_s=120.0)), 90.0)
     verifier = VerifierSpec(form=VerifierForm.HARBOR)
-    scored = EvaluatorSpec(kind=EvaluatorKind.VERIFIER, verifier=verifier, timeout_s=600.0)
+    scored = VerifierEvaluator(verifier=verifier, timeout_s=600.0)
     refuse_short_evaluation(replace(task, evaluator=scored), 1800.0)
     with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 1800"):
         refuse_short_evaluation(replace(task, evaluator=scored), 600.0)

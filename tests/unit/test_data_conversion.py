@@ -19,7 +19,8 @@ from headrace.buffer.tasks.datasets.archives import ArchiveBounds, unpack
 from headrace.buffer.tasks.datasets.converters import Converted, SettingsRefused, convert
 from headrace.buffer.tasks.datasets.recognition import form_of_row
 from headrace.buffer.tasks.datasets.rows import SourceRefused
-from headrace.buffer.tasks.task import EvaluatorKind, load_tasks
+from headrace.buffer.tasks.evaluators import AnswerEvaluator
+from headrace.buffer.tasks.task import load_tasks
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not beside this checkout")
@@ -84,7 +85,7 @@ def test_questions_become_tasks_with_targets(tmp_path: Path) -> None:
         ("Elm",),
         ("1972",),
     ]
-    assert asked.evaluator.kind is EvaluatorKind.ANSWER
+    assert isinstance(asked.evaluator, AnswerEvaluator)
     assert asked.environment is not None
     assert asked.environment.kind == "search"
     assert prompted.messages[0].content == prompted.instruction == "Answer in tags: who sang?"

@@ -25,17 +25,8 @@ from headrace.actors.evaluation.graders.verdict import (
     solved,
 )
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks.task import (
-    EvaluatorKind,
-    EvaluatorPart,
-    EvaluatorSpec,
-    RewardMap,
-    Task,
-    TaskId,
-    load_tasks,
-    task_digest,
-    write_tasks,
-)
+from headrace.buffer.tasks.evaluators import EvaluatorPart, FunctionEvaluator, NoEvaluator, RewardMap
+from headrace.buffer.tasks.task import Task, TaskId, load_tasks, task_digest, write_tasks
 from headrace.buffer.trajectories.types import Cause
 
 STATE = {"kind": "state", "check": "raise SystemExit(1)"}
@@ -52,11 +43,11 @@ def load(folder: Path, evaluator: dict[str, Any], **fields: object) -> Task:
     return load_tasks(path)[0]
 
 
-def request(function: str, *, timeout_s: float = 20.0, episode: EpisodeRecord | None = None) -> EvaluationRequest:
+async def scored(function: str, *, timeout_s: float = 20.0, episode: EpisodeRecord | None = None) -> Verdict:
     name = f"support.scoring_functions:{function}"
-    spec = EvaluatorSpec(kind=EvaluatorKind.FUNCTION, function=name, timeout_s=timeout_s)
+    spec = FunctionEvaluator(function=name, timeout_s=timeout_s)
     task = Task(id=TaskId("one"), family="words", instruction="do it", evaluator=spec)
-    return EvaluationRequest(key="1", task=task, sandbox=NO_SANDBOX, episode=episode)
+    return await score_by_function(spec, EvaluationRequest(key="1", task=task, sandbox=NO_SANDBOX, episode=episode))
 
 
 RECORD = EpisodeRecord(
@@ -112,12 +103,16 @@ def test_checks_of_parts_may_be_references(tmp_path: Path) -> None:
     [
         (STATE | {"rewards": {"solved": -1.0, "failed": 1.0}}, "rewards: must satisfy"),
         (STATE | {"rewards": {"solved": 1e7}}, "rewards: must satisfy"),
-        (STATE | {"parts": SUM["parts"]}, "parts: belongs to the kind sum"),
-        ({"kind": "sum"}, "parts: belongs to the kind sum"),
-        (SUM | {"check": "1"}, "uses neither check nor expected"),
-        ({"kind": "function"}, "function: belongs to the kind function"),
+        (STATE | {"parts": SUM["parts"]}, "evaluator.parts: unknown field of the kind state"),
+        ({"kind": "sum"}, "evaluator.parts: is missing; add it"),
+        ({"kind": "sum", "parts": []}, "evaluator.parts: is empty"),
+        (SUM | {"check": "1"}, "evaluator.check: unknown field of the kind sum"),
+        ({"kind": "function"}, "evaluator.function: is missing; add it"),
         ({"kind": "function", "function": "module"}, "must be written as package.module:function"),
-        ({"kind": "sum", "parts": [{"name": "a", "evaluator": SUM}]}, "a sum has no part of the kinds sum, none"),
+        (
+            {"kind": "sum", "parts": [{"name": "a", "evaluator": SUM}]},
+            "parts.0.evaluator.kind: must be one of",
+        ),
         ({"kind": "sum", "parts": [{"name": "a", "evaluator": STATE}] * 2}, "'a' must be a name of its own"),
         ({"kind": "sum", "parts": [{"name": "a", "evaluator": STATE | {"check": ""}}]}, "parts.a.check: is empty"),
         ({"kind": "sum", "parts": [{"name": n, "evaluator": REPOSITORY} for n in "ab"]}, "more than one has a repo"),
@@ -131,7 +126,7 @@ def test_invalid_sums_functions_and_maps_are_refused(tmp_path: Path, evaluator: 
 
 
 def named(*verdicts: Verdict) -> list[tuple[EvaluatorPart, Verdict]]:
-    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    spec = NoEvaluator()
     weights = (1.0, 0.5)
     names = ("tests", "short")
     return [
@@ -161,9 +156,9 @@ def test_a_sum_out_of_bounds_is_a_fault() -> None:
 
 @pytest.mark.asyncio
 async def test_functions_see_the_record_and_may_print_or_be_asynchronous() -> None:
-    verdict = await score_by_function(request("brevity", episode=RECORD))
+    verdict = await scored("brevity", episode=RECORD)
     assert (verdict.reward, verdict.solved, verdict.cause) == (0.25, False, Cause.FAILED)
-    verdict = await score_by_function(request("has_note", episode=RECORD))
+    verdict = await scored("has_note", episode=RECORD)
     assert (verdict.reward, verdict.solved, verdict.detail) == (0.25, True, "words")
 
 
@@ -180,19 +175,19 @@ async def test_functions_see_the_record_and_may_print_or_be_asynchronous() -> No
     ],
 )
 async def test_errors_of_functions_are_the_evaluators_fault(function: str, said: str) -> None:
-    verdict = await score_by_function(request(function, episode=RECORD))
+    verdict = await scored(function, episode=RECORD)
     assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR)
     assert said in verdict.detail
 
 
 @pytest.mark.asyncio
 async def test_a_function_that_hangs_is_killed_at_its_deadline() -> None:
-    verdict = await score_by_function(request("hangs", timeout_s=0.5, episode=RECORD))
+    verdict = await scored("hangs", timeout_s=0.5, episode=RECORD)
     assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR)
     assert "exceeded timeout_s=0.5" in verdict.detail
 
 
 @pytest.mark.asyncio
 async def test_a_function_needs_a_record() -> None:
-    verdict = await score_by_function(request("brevity"))
+    verdict = await scored("brevity")
     assert (verdict.cause, verdict.reward) == (Cause.EVALUATOR, None)

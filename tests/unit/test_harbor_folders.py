@@ -9,8 +9,9 @@ import pytest
 from headrace.buffer.tasks.datasets.converters import SettingsRefused, convert
 from headrace.buffer.tasks.datasets.harbor import HarborSettings, read_dockerfile, read_folders, read_solution, task_of
 from headrace.buffer.tasks.datasets.rows import RowRefused
+from headrace.buffer.tasks.evaluators import VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec
-from headrace.buffer.tasks.task import EvaluatorKind, load_tasks
+from headrace.buffer.tasks.task import load_tasks
 from headrace.buffer.tasks.verifiers import VerifierForm
 from support.conversions import split
 
@@ -58,7 +59,7 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     evaluator = task.evaluator
     assert (task.id, task.family, task.image) == ("example/count", "harbor/files", "/images/jammy")
     assert (task.instruction, task.files) == ("Count the lines.\n", {})
-    assert (evaluator.kind, evaluator.timeout_s, evaluator.data_paths) == (EvaluatorKind.VERIFIER, 120.0, ())
+    assert (type(evaluator), evaluator.timeout_s, evaluator.data_paths) == (VerifierEvaluator, 120.0, ())
     assert set(evaluator.hidden_files) == {"/tests/test.sh", "/tests/sub/check.py"}
     assert evaluator.verifier is not None
     verifier = evaluator.verifier

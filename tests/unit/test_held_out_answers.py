@@ -31,7 +31,8 @@ from headrace.actors.rollouts.recorded_stations import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
 from headrace.actors.run.sources import problem_digest, refuse_overlap
 from headrace.actors.training.replay import Evaluated
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Cause, RolloutId
 from headrace.serve.gateway.capture.rows import TranscriptTurn
 from headrace.serve.gateway.http.codec import FinishForm
@@ -259,7 +260,7 @@ def test_pass_rates_are_the_means_over_all_subsets(outcomes: list[list[bool]]) -
 
 def test_an_overlap_is_found_even_if_the_task_was_renamed() -> None:
     """F24."""
-    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    spec = NoEvaluator()
     train = [Task(id=TaskId(f"t{n}"), family="a", instruction=f"do {n}", evaluator=spec) for n in range(9)]
     held_out = [replace(task, id=TaskId(f"held-{task.id}"), family="b") for task in train[:7]]
     other = replace(train[8], instruction="do something else")

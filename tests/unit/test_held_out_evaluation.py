@@ -27,7 +27,8 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest, write_tasks
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId, tasks_digest, write_tasks
 from headrace.buffer.trajectories.types import Purpose
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.sandboxes.pool.pool import PoolConfig
@@ -119,7 +120,7 @@ async def opened(path: Path, tasks: Sequence[Task] = (), *, trains: bool = True)
 
 
 def held_out(*instructions: str) -> list[Task]:
-    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    spec = NoEvaluator()
     return [
         Task(id=TaskId(f"../held {n}"), family="none", instruction=instruction, evaluator=spec)
         for n, instruction in enumerate(instructions)

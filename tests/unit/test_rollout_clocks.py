@@ -15,7 +15,8 @@ from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Ver
 from headrace.actors.rollouts import rollout
 from headrace.actors.rollouts.rollout import RolloutConfig, RunningAttempt
 from headrace.actors.simulation.virtual.virtual_time import run_virtual
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import NoEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
@@ -36,7 +37,7 @@ CONFIG = RolloutConfig(
     guard_s=200,
 )
 EVER_S = 1e6
-TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=NoEvaluator())
 
 
 class Places:

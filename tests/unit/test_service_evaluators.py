@@ -31,8 +31,9 @@ from headrace.actors.services.clients import ServiceClients, refuse_silent_servi
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.services.service import NO_SERVICES, ServiceDown
 from headrace.buffer.errors import TaskFileError
+from headrace.buffer.tasks.evaluators import HttpEvaluator, JudgeEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, JudgeSpec
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
+from headrace.buffer.tasks.task import Task, TaskId, load_tasks, task_digest, write_tasks
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.host.key_files import make_key, read_key
 from support.scripted_service import ScriptedService, completion, cut_off, silent, text
@@ -52,8 +53,11 @@ RECORD = EpisodeRecord(
 )
 
 
-def request(kind: EvaluatorKind, *, episode: EpisodeRecord | None = RECORD, **fields: Any) -> EvaluationRequest:
-    spec = EvaluatorSpec(kind=kind, service="it", hidden_files={"/t": "hidden text"}, **fields)
+ASKED = HttpEvaluator(service="it", expected="42")
+JUDGED = JudgeEvaluator(service="it", expected="42")
+
+
+def request(spec: HttpEvaluator | JudgeEvaluator, episode: EpisodeRecord | None = RECORD) -> EvaluationRequest:
     environment = EnvironmentSpec(kind="shell", given={"level": 3}, secret={"goal": "secret goal"})
     task = Task(id=TaskId("one"), family="sums", instruction="6 times 7?", evaluator=spec, environment=environment)
     return EvaluationRequest(key="r1.0", task=task, sandbox=NO_SANDBOX, episode=episode)
@@ -71,13 +75,13 @@ async def clients_of(service: ScriptedService, kind: ServiceKind, **more: Any) -
 
 async def scored(service: ScriptedService, **more: Any) -> Verdict:
     async with clients_of(service, ServiceKind.REWARD, **more) as clients:
-        return await score_by_service(request(EvaluatorKind.HTTP, expected="42"), clients)
+        return await score_by_service(ASKED, request(ASKED), clients)
 
 
 async def judged(service: ScriptedService, judge: JudgeSpec | None = None, **more: Any) -> Verdict:
     async with clients_of(service, ServiceKind.MODEL) as clients:
-        asked = replace(request(EvaluatorKind.JUDGE, judge=judge, expected="42"), **more)
-        return await score_by_service(asked, clients)
+        spec = replace(JUDGED, judge=judge or JudgeSpec())
+        return await score_by_service(spec, replace(request(spec), **more), clients)
 
 
 def reward_server_of_the_page() -> web.Application:
@@ -96,8 +100,9 @@ async def test_the_reward_server_of_the_page_works() -> None:
         with pytest.raises(ConfigError, match=r"service it: .*/scroe answered GET with 404.*correct services\.it\.url"):
             await refuse_silent_services(wrong)
         async with ServiceClients(configs) as clients:
-            right = await score_by_service(request(EvaluatorKind.HTTP, expected="42"), clients)
-            false = await score_by_service(request(EvaluatorKind.HTTP, expected="43"), clients)
+            right = await score_by_service(ASKED, request(ASKED), clients)
+            other = replace(ASKED, expected="43")
+            false = await score_by_service(other, request(other), clients)
     assert (right.reward, right.solved, right.cause) == (1.0, True, Cause.SOLVED)
     assert (false.reward, false.solved, false.cause) == (0.0, False, Cause.FAILED)
     assert "42" in right.detail
@@ -177,8 +182,8 @@ async def test_a_reward_that_is_none_is_the_evaluators_fault(answer: Mapping[str
 
 
 async def test_an_agent_without_a_record_is_no_reward() -> None:
-    for kind in (EvaluatorKind.HTTP, EvaluatorKind.JUDGE):
-        verdict = await score_by_service(request(kind, episode=None), NO_SERVICES)
+    for spec in (ASKED, JUDGED):
+        verdict = await score_by_service(spec, request(spec, episode=None), NO_SERVICES)
         assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR)
 
 
@@ -242,8 +247,8 @@ async def test_a_judge_that_is_down_is_an_outage() -> None:
 
 
 def test_the_prompt_has_borders_that_the_agent_cannot_write() -> None:
-    asked = request(EvaluatorKind.JUDGE, expected="42")
-    prompt = judge_prompt(asked, RECORD, JudgeSpec())
+    asked = request(JUDGED)
+    prompt = judge_prompt(JUDGED, asked, RECORD)
     assert "6 times 7?" in prompt
     assert 'run {"a": 1}' in prompt
     assert "# Expected result\n42" in prompt
@@ -252,20 +257,20 @@ def test_the_prompt_has_borders_that_the_agent_cannot_write() -> None:
     assert [line for line in prompt.splitlines() if border in line] == [
         f"--- {border} {author} ---" for author in ("task", "agent", "environment", "agent", "end")
     ]
-    assert border not in judge_prompt(replace(asked, key="r2.0"), RECORD, JudgeSpec())
-    assert "Expected" not in judge_prompt(request(EvaluatorKind.JUDGE), RECORD, JudgeSpec())
-    cut = judge_prompt(asked, RECORD, JudgeSpec(characters=60))
+    assert border not in judge_prompt(JUDGED, replace(asked, key="r2.0"), RECORD)
+    assert "Expected" not in judge_prompt(JudgeEvaluator(service="it"), asked, RECORD)
+    cut = judge_prompt(replace(JUDGED, judge=JudgeSpec(characters=60)), asked, RECORD)
     assert "(the beginning is left out)" in cut
     assert "Let me see." not in cut
-    own = judge_prompt(asked, RECORD, JudgeSpec(template="{{ artifacts.note }}: {{ highest }}"))
+    own = judge_prompt(replace(JUDGED, judge=JudgeSpec(template="{{ artifacts.note }}: {{ highest }}")), asked, RECORD)
     assert own == "done: 1"
     with pytest.raises(EvaluatorFault, match=r"evaluator\.judge\.template: .*no attribute 'absent'"):
-        judge_prompt(asked, RECORD, JudgeSpec(template="{{ artifacts.absent }}"))
+        judge_prompt(replace(JUDGED, judge=JudgeSpec(template="{{ artifacts.absent }}")), asked, RECORD)
 
 
 def test_text_of_the_agent_is_not_a_template() -> None:
     episode = EpisodeRecord(parts=(SpokenPart(source=Source.POLICY, text="{{ expected }}"),))
-    assert "{{ expected }}" in judge_prompt(request(EvaluatorKind.JUDGE), episode, JudgeSpec())
+    assert "{{ expected }}" in judge_prompt(JUDGED, request(JUDGED), episode)
 
 
 def task_of(evaluator: Mapping[str, Any], folder: Path, **fields: Any) -> Task:
@@ -298,11 +303,11 @@ def test_tasks_are_written_and_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluator", "says"),
     [
-        ({"kind": "http"}, "evaluator.service: belongs to the kinds http and judge, which need it"),
-        ({"kind": "judge"}, "evaluator.service: belongs to the kinds http and judge, which need it"),
-        ({"kind": "none", "service": "it"}, "evaluator.service: belongs to the kinds http and judge"),
-        (HTTP | {"judge": {}}, "evaluator.judge: belongs to the kind judge; remove it"),
-        (HTTP | {"check": "x"}, "evaluator.check: the kind http has no check; remove it"),
+        ({"kind": "http"}, "evaluator.service: is missing; add it"),
+        ({"kind": "judge", "service": ""}, "evaluator.service: is empty"),
+        ({"kind": "none", "service": "it"}, "evaluator.service: unknown field of the kind none"),
+        (HTTP | {"judge": {}}, "evaluator.judge: unknown field of the kind http; remove it"),
+        (HTTP | {"check": "x"}, "evaluator.check: unknown field of the kind http; remove it"),
         (JUDGE | {"judge": {"votes": 0}}, "evaluator.judge.votes: 0 must be at least 1"),
         (JUDGE | {"judge": {"lowest": 1.0}}, "evaluator.judge.lowest: must satisfy"),
         (JUDGE | {"judge": {"solved_at": 2.0}}, "evaluator.judge.solved_at: 2 must be above lowest (0)"),
@@ -359,8 +364,8 @@ def test_a_number_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 async def test_a_reward_server_of_another_package_scores() -> None:
     services = {"it": OUTSIDE}
-    refuse_unoffered(check_service_evaluators([request(EvaluatorKind.HTTP).task], services, 90.0), services)
+    refuse_unoffered(check_service_evaluators([request(ASKED).task], services, 90.0), services)
     async with ServiceClients({"it": OUTSIDE}) as clients:
-        verdict = await score_by_service(request(EvaluatorKind.HTTP), clients)
+        verdict = await score_by_service(ASKED, request(ASKED), clients)
         assert clients.figures()["it"].totals.calls == 1
     assert verdict.reward == 4.0

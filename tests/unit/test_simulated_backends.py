@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -295,10 +296,11 @@ def test_rewards_follow_the_difficulty_of_the_task_and_repeat() -> None:
         for task in simulated_tasks(0, 3, evaluate_s=2.0):
             requests = [EvaluationRequest(key=f"r{n}.1", task=task, sandbox=sandbox) for n in range(400)]
             began_s = asyncio.get_running_loop().time()
-            rewards = [verdict.reward for verdict in await asyncio.gather(*map(simulated_verdict, requests))]
+            score = partial(simulated_verdict, task.evaluator)
+            rewards = [verdict.reward for verdict in await asyncio.gather(*map(score, requests))]
             assert asyncio.get_running_loop().time() == began_s + 2.0
-            assert rewards == [verdict.reward for verdict in await asyncio.gather(*map(simulated_verdict, requests))]
-            chance = float(task.evaluator.expected.split('"success": ')[1].rstrip("}"))
+            assert rewards == [verdict.reward for verdict in await asyncio.gather(*map(score, requests))]
+            chance = task.evaluator.verdict.success
             assert abs(fmean(reward or 0.0 for reward in rewards) - chance) < 0.1
 
     run_virtual(main())

@@ -11,8 +11,9 @@ import pytest
 
 from headrace.buffer.tasks.datasets.rows import RowRefused
 from headrace.buffer.tasks.datasets.swe import SweEnvironment, read_repositories, task_of
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.repositories import Command, Script, Swepro, TestIds
-from headrace.buffer.tasks.task import EvaluatorKind, load_tasks, write_tasks
+from headrace.buffer.tasks.task import load_tasks, write_tasks
 from support.conversions import split
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "swe"
@@ -57,7 +58,7 @@ def test_a_flat_row_becomes_a_task(folder: Path) -> None:
     repository = task.evaluator.repository
     assert repository is not None
     assert (task.id, task.family, task.image) == ("calc-7", "swe/example/calc", "images/calc-7.tar")
-    assert (task.evaluator.kind, repository.workdir) == (EvaluatorKind.REPOSITORY, "/testbed")
+    assert (type(task.evaluator), repository.workdir) == (RepositoryEvaluator, "/testbed")
     assert repository.base_commit == COMMIT
     assert repository.grader == TestIds(
         fail_to_pass=("tests/test_mean.py::test_nothing",),

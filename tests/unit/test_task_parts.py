@@ -92,8 +92,11 @@ def test_short_words_of_a_secret_may_occur_by_chance() -> None:
         ({"messages": [{"role": "system", "content": "a"}]}, "the last one must be the user's"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages.0.role"),
         ({"environment": {"kind": ""}}, "environment.kind: is empty"),
-        ({"evaluator": {"kind": "environment", "check": "1"}}, "uses neither check nor expected"),
-        ({"evaluator": {"kind": "answer"}}, "evaluator.answer: belongs to the kind answer"),
+        (
+            {"evaluator": {"kind": "environment", "check": "1"}},
+            "check: unknown field of the kind environment",
+        ),
+        ({"evaluator": {"kind": "answer"}}, "evaluator.answer: is missing; add it"),
         ({"evaluator": {"kind": "answer", "answer": {"targets": [" "]}}}, "has no target"),
         ({"evaluator": {"kind": "answer", "answer": {"targets": ["a"], "final": 2}}}, "the scores must satisfy"),
         ({"binary_files": {"/a": {"file": "../x"}}}, "outside the task file's folder"),

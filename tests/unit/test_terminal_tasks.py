@@ -25,7 +25,7 @@ from headrace.buffer.tasks.datasets.terminal import (
     guesses,
     problems,
 )
-from headrace.buffer.tasks.task import EvaluatorKind
+from headrace.buffer.tasks.evaluators import CompareEvaluator, StateEvaluator
 
 LITTER = ("echo x > extra", "mkdir folder", "ln -s /etc link")
 ONE_OF_EACH = problems(3, len(Kind), Split.TRAIN)
@@ -47,7 +47,7 @@ def check(problem: Problem, folder: Path) -> int:
     """Reward 1 is 0, as for exit codes: the task's check over what lies in `folder`."""
     evaluator = problem.task().evaluator
     source_text = evaluator.check.replace(WORKSPACE, str(folder))
-    if evaluator.kind is EvaluatorKind.STATE:
+    if isinstance(evaluator, StateEvaluator):
         python = ["/usr/bin/python3", "-I", "-S", "-"]
         return subprocess.run(python, input=source_text.encode(), capture_output=True, timeout=20).returncode
     python = ["/usr/bin/python3", "-I", "-S", "-B", "-c", source("compute")]
@@ -158,7 +158,7 @@ def test_a_faked_repair_gets_no_reward(tmp_path: Path, lie: str) -> None:
 def test_a_repair_is_compared_with_values_hidden_from_the_agent() -> None:
     problem = next(problem for problem in ONE_OF_EACH if problem.kind is Kind.REPAIR)
     task = problem.task()
-    assert task.evaluator.kind is EvaluatorKind.COMPARE
+    assert isinstance(task.evaluator, CompareEvaluator)
     assert json.loads(task.evaluator.expected)[2] == 7 * int(problem.finding)
     assert problem.finding not in task.evaluator.check
     assert task.evaluator.test_files == (f"{WORKSPACE}/test.py",)

@@ -99,8 +99,11 @@ def test_the_verifier_is_part_of_the_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluator", "said"),
     [
-        ({"kind": "verifier"}, "verifier: belongs to the kind verifier, which needs it"),
-        ({"kind": "state", "check": "1", "verifier": {"form": "harbor"}}, "verifier: belongs to the kind verifier"),
+        ({"kind": "verifier"}, "evaluator.verifier: is missing; add it"),
+        (
+            {"kind": "state", "check": "1", "verifier": {"form": "harbor"}},
+            "verifier: unknown field of the kind",
+        ),
         (HARBOR | {"verifier": {"form": "other"}}, "verifier.form: Input should be 'harbor' or 'pytest'"),
         (HARBOR | {"verifier": {"form": "harbor", "weights": {}}}, "verifier.weights: unknown field"),
         (HARBOR | {"hidden_files": {"/tests/run.sh": ""}}, "hidden_files: has no /tests/test.sh"),
@@ -109,7 +112,7 @@ def test_the_verifier_is_part_of_the_digest(tmp_path: Path) -> None:
         (HARBOR | {"data_paths": ["/logs"]}, "data_paths: '/logs' overlaps with /logs"),
         (HARBOR | {"verifier": {"form": "harbor", "workdir": "app"}}, "workdir: 'app' must be an absolute path"),
         (HARBOR | {"verifier": {"form": "harbor", "allow_root": True}}, "allow_root: belongs to live verifiers"),
-        (HARBOR | {"check": "1"}, "check and expected do not belong to the kind verifier"),
+        (HARBOR | {"check": "1"}, "evaluator.check: unknown field of the kind verifier"),
         (PYTEST | {"hidden_files": {"/tests/helper.py": ""}}, "has no test_*.py"),
         (PYTEST | {"verifier": {"form": "pytest", "workdir": "/app"}}, "belong to the form harbor"),
         (PYTEST | {"python": "/workspace/python"}, "is below the data path '/workspace'"),

@@ -22,7 +22,8 @@ from headrace.actors.runtime.simulated.durations import Durations, DurationsConf
 from headrace.actors.runtime.simulated.tasks import is_solved
 from headrace.actors.services.chat import ChatContextExceeded, ChatMessage
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
-from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict, Task
+from headrace.buffer.tasks.evaluators import SimulatedEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.policies.errors import EngineUnavailable
 from headrace.sandboxes.base import HostFolder, Sandbox
 from headrace.sandboxes.errors import SandboxGone
@@ -89,10 +90,10 @@ class SimulatedAgent:
         await sandbox.exec("true", timeout_s=COMMAND_S)
         fates = random.Random(f"fates {config.seed} {policy.key}")
         solved = False
-        if task.evaluator.kind is EvaluatorKind.SIMULATED:
+        if isinstance(task.evaluator, SimulatedEvaluator):
             # The verdict of the simulated evaluator depends on the key alone, so it is known before the end.
             _, rollout_id, attempt = policy.key.rsplit(" ", 2)
-            success = SimulatedVerdict.parse(task.evaluator.expected).success
+            success = task.evaluator.verdict.success
             solved = is_solved(task, success, f"{rollout_id}.{attempt}")
         tools = random.Random(f"tools {config.seed} {policy.key}")
         lost = self._slowdowns.affects(SlowKind.RETRIES, task.id, policy.key)

@@ -24,7 +24,8 @@ from headrace.actors.environments.registry import make_environment
 from headrace.actors.environments.shell import ShellConfig, ShellEnvironment
 from headrace.actors.errors import ConfigError
 from headrace.buffer.primitives.registry import PartRefused, Registry
-from headrace.buffer.tasks.task import OF_EPISODES, EvaluatorKind, Task
+from headrace.buffer.tasks.evaluators import OF_EPISODES, EnvironmentEvaluator, EvaluatorSpec
+from headrace.buffer.tasks.task import Task
 
 MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
 
@@ -55,12 +56,12 @@ def _loop_agent(section: AgentSection, environment_section: EnvironmentSection) 
 def refuse_unrecorded_episodes(section: AgentSection, task: Task) -> None:
     """Raise ConfigError if the task's evaluator needs the record of an episode, if the agent keeps none:
     every rollout would end as a fault of the evaluator."""
-    unusable: tuple[EvaluatorKind, ...] = () if section.keeps_episodes else OF_EPISODES
+    unusable: tuple[type[EvaluatorSpec], ...] = () if section.keeps_episodes else OF_EPISODES
     if section.kind is AgentKind.SHELL:
         # Its environment returns no verdict; those of the loop agent are checked with the environment.
-        unusable = (EvaluatorKind.ENVIRONMENT,)
-    for spec in task.evaluator.deciding:
-        if spec.kind in unusable:
+        unusable = (EnvironmentEvaluator,)
+    for spec in task.evaluators:
+        if isinstance(spec, unusable):
             raise ConfigError(
                 f"task {task.id}: evaluator.kind {spec.kind} scores the record of an episode, which agent.kind "
                 f"{section.kind} does not leave; set agent.kind to loop, or choose an evaluator of files "

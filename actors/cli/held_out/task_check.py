@@ -22,7 +22,17 @@ from headrace.actors.evaluation.graders.history import prepare
 from headrace.actors.evaluation.graders.rewards import score_parts
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks.task import OF_EPISODES, AnswerSpec, EvaluatorKind, Task
+from headrace.buffer.tasks.evaluators import (
+    OF_EPISODES,
+    AnswerEvaluator,
+    AnswerSpec,
+    NoEvaluator,
+    RepositoryEvaluator,
+    SimulatedEvaluator,
+    SumEvaluator,
+    VerifierEvaluator,
+)
+from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
@@ -33,7 +43,7 @@ WORKSPACE: Final = "/workspace"
 AGENT: Final = "agent"
 SOLUTION_S: Final = 600.0
 """Time for a solution whose task has no limit."""
-_UNTRIED: Final = (*OF_EPISODES, EvaluatorKind.NONE, EvaluatorKind.SIMULATED)
+_UNTRIED: Final = (*OF_EPISODES, NoEvaluator, SimulatedEvaluator)
 _DETAIL_CHARACTERS: Final = 300
 
 
@@ -96,9 +106,9 @@ async def check_tasks(
 
 async def check_task(provider: LocalProvider, task: Task, solutions: Solutions) -> CheckedTask:
     """Check one task. Everything that is wrong with it or with its solution is its fault, and raises nothing."""
-    if task.evaluator.answer is not None:
+    if isinstance(task.evaluator, AnswerEvaluator):
         return check_answer(task, task.evaluator.answer)
-    if any(spec.kind in _UNTRIED for spec in task.evaluator.deciding):
+    if any(isinstance(spec, _UNTRIED) for spec in task.evaluators):
         return CheckedTask(task_id=task.id)
     checked = CheckedTask(task_id=task.id)
     try:
@@ -141,10 +151,11 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
     """Return the verdict on a prepared sandbox, in which the agent's user has run the solution. Raises SandboxError,
     TaskFileError."""
     evaluator, given = task.evaluator, task.environment.given if task.environment is not None else {}
-    needs_agent = evaluator.verifier is not None and evaluator.verifier.live and not evaluator.verifier.allow_root
+    verifier = evaluator.verifier if isinstance(evaluator, VerifierEvaluator) else None
+    needs_agent = verifier is not None and verifier.live and not verifier.allow_root
     user = str(given.get("user") or (AGENT if needs_agent else "root"))
     folder = str(given.get("workdir") or WORKSPACE)
-    if evaluator.repository is not None:
+    if isinstance(evaluator, RepositoryEvaluator):
         folder = evaluator.repository.workdir
     ref = await provider.create(SandboxSpec(image=task.image, **task_resources(task)))
     sandbox = await provider.attach(ref)
@@ -156,7 +167,9 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
             said = await _apply(solution, sandbox, user=user, folder=folder, timeout_s=timeout_s)
         request = EvaluationRequest(key=task.id, task=task, sandbox=ref, agent_user=user)
         score = partial(evaluate, sandboxes=ProviderSandboxes(provider, sandbox))
-        verdict = await (score_parts(request, score) if evaluator.parts else score(request))
+        verdict = await (
+            score_parts(evaluator, request, score) if isinstance(evaluator, SumEvaluator) else score(request)
+        )
         return replace(verdict, detail=join_details(said, verdict.detail))
     finally:
         await asyncio.shield(sandbox.kill())

@@ -15,7 +15,8 @@ from typing import Final
 
 from headrace.actors.evaluation.graders.history import GIT
 from headrace.buffer.tasks.datasets.harbor import read_solution
-from headrace.buffer.tasks.task import EvaluatorKind, Task
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.tasks.unified_diff import with_last_line_end
 
 
@@ -69,7 +70,7 @@ class Solutions:
         if self._folder is None:
             return None
         name = task.id.replace("/", "__")
-        is_repository = task.evaluator.kind is EvaluatorKind.REPOSITORY
+        is_repository = isinstance(task.evaluator, RepositoryEvaluator)
         for path, is_patch in ((self._folder / f"{name}.patch", True), (self._folder / f"{name}.sh", False)):
             if path.is_file() and (is_repository or not is_patch):
                 text = path.read_text(encoding="utf-8")

@@ -34,6 +34,7 @@ from headrace.actors.run.sources import KEY
 from headrace.actors.runtime.pools.providers import PROVIDERS
 from headrace.actors.services.registry import SERVICES
 from headrace.buffer.primitives.registry import Registry
+from headrace.buffer.tasks.evaluators import FunctionEvaluator, PluginEvaluator
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learners.objectives.registry import OBJECTIVES
 from headrace.policies.miniatures import names as miniatures
@@ -106,10 +107,10 @@ class Rights:
     def check_tasks(self, tasks: Iterable[Task]) -> None:
         """Check which functions the evaluators of tasks name. Raises RoleTooSmall."""
         for task in tasks if not self.caller.may_name_code else ():
-            for spec in task.evaluator.deciding:
-                for key, name in (("plugin", spec.plugin), ("function", spec.function)):
-                    if problem := self._unregistered(EVALUATORS, name):
-                        raise self._too_small(f"task {task.id}: evaluator.{key}", name, problem)
+            for spec in task.evaluators:
+                name = getattr(spec, spec.kind) if isinstance(spec, PluginEvaluator | FunctionEvaluator) else ""
+                if problem := self._unregistered(EVALUATORS, name):
+                    raise self._too_small(f"task {task.id}: evaluator.{spec.kind}", name, problem)
 
     def check_folder(self, key: str, folder: Path, *of_the_run: Path) -> None:
         """Check that a folder that a request names is listed, or below one of the run's. Raises RoleTooSmall."""

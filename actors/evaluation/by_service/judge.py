@@ -26,7 +26,7 @@ from headrace.actors.evaluation.graders.verdict import (
 from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import HelperModel, ServiceDown
 from headrace.actors.services.templates import filled
-from headrace.buffer.tasks.parts import JudgeSpec
+from headrace.buffer.tasks.evaluators import JudgeEvaluator
 from headrace.buffer.trajectories.sanitizer import without_surrogates
 
 TEMPLATE: Final = """\
@@ -61,11 +61,13 @@ class _Vote:
     lost: ServiceDown | None = None
 
 
-async def score_by_votes(request: EvaluationRequest, episode: EpisodeRecord, model: HelperModel) -> Verdict:
+async def score_by_votes(
+    spec: JudgeEvaluator, request: EvaluationRequest, episode: EpisodeRecord, model: HelperModel
+) -> Verdict:
     """Return the mean of the votes that there are. Raises ServiceDown if every vote was lost to an outage,
     EvaluatorFault if none that came is usable."""
-    judge = request.task.evaluator.judge or JudgeSpec()
-    prompt = judge_prompt(request, episode, judge)
+    judge = spec.judge
+    prompt = judge_prompt(spec, request, episode)
 
     async def voted(number: int) -> _Vote:
         try:
@@ -97,8 +99,9 @@ async def score_by_votes(request: EvaluationRequest, episode: EpisodeRecord, mod
     return replace(verdict, log=printed(*(vote.said for vote in votes))) if request.keep else verdict
 
 
-def judge_prompt(request: EvaluationRequest, episode: EpisodeRecord, judge: JudgeSpec) -> str:
+def judge_prompt(spec: JudgeEvaluator, request: EvaluationRequest, episode: EpisodeRecord) -> str:
     """Return the prompt for a judge. Raises EvaluatorFault if its template needs an artifact that there is not."""
+    judge = spec.judge
     # Unknown to the agent, and the same when the evaluation is repeated.
     border = hashlib.sha256(request.key.encode()).hexdigest()[:12]
     parts = []
@@ -111,7 +114,7 @@ def judge_prompt(request: EvaluationRequest, episode: EpisodeRecord, judge: Judg
     values = {
         "instruction": request.task.instruction,
         "conversation": conversation,
-        "expected": request.task.evaluator.expected,
+        "expected": spec.expected,
         "artifacts": dict(episode.artifacts),
         "lowest": f"{judge.lowest:g}",
         "highest": f"{judge.highest:g}",

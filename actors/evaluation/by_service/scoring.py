@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import orjson
 
@@ -23,13 +23,13 @@ from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.registry import METHODS, OutsideService
 from headrace.actors.services.service import Services
 from headrace.actors.services.templates import check_names
+from headrace.buffer.tasks.evaluators import OF_SERVICES, HttpEvaluator, JudgeEvaluator
 from headrace.buffer.tasks.parts import least
-from headrace.buffer.tasks.task import OF_SERVICES, EvaluatorKind, Task
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import clean_text
 
 ServiceUsers: TypeAlias = dict[tuple[str, ServiceKind], str]
 """The first task that uses each service in each of its roles."""
-_KINDS: Final = {EvaluatorKind.HTTP: ServiceKind.REWARD, EvaluatorKind.JUDGE: ServiceKind.MODEL}
 
 
 def check_service_evaluators(
@@ -39,12 +39,13 @@ def check_service_evaluators(
     them. Raises ConfigError."""
     users: ServiceUsers = {}
     for task in tasks:
-        for spec in task.evaluator.deciding:
-            if spec.kind not in OF_SERVICES:
+        for spec in task.evaluators:
+            if not isinstance(spec, OF_SERVICES):
                 continue
+            kind = ServiceKind.REWARD if isinstance(spec, HttpEvaluator) else ServiceKind.MODEL
             user = f"task {task.id} (evaluator.kind {spec.kind})"
-            users.setdefault((spec.service, _KINDS[spec.kind]), user)
-            refuse_missing_services((spec.service,), services, kind=_KINDS[spec.kind], user=user)
+            users.setdefault((spec.service, kind), user)
+            refuse_missing_services((spec.service,), services, kind=kind, user=user)
             total_s = services[spec.service].retry.total_s
             evaluate_s = least(evaluate_timeout_s, task.limits.evaluate_s) or evaluate_timeout_s
             if total_s >= evaluate_s:
@@ -53,11 +54,11 @@ def check_service_evaluators(
                     f"evaluation of {user} may take; lower it, or raise rollout.evaluate_timeout_s"
                 )
             try:
-                orjson.dumps(shown_task(task))
+                orjson.dumps(shown_task(task, spec.expected))
             except TypeError as error:
                 raise ConfigError(f"task {task.id}: environment.given cannot be sent as JSON: {error}") from error
             try:
-                check_names(spec.judge.template if spec.judge is not None else "", NAMES)
+                check_names(spec.judge.template if isinstance(spec, JudgeEvaluator) else "", NAMES)
             except ValueError as error:
                 raise ConfigError(f"task {task.id}: evaluator.judge.template: {error}") from error
     return users
@@ -77,14 +78,15 @@ def refuse_unoffered(users: ServiceUsers, services: Mapping[str, ServiceConfig])
             )
 
 
-async def score_by_service(request: EvaluationRequest, services: Services) -> Verdict:
-    """Score a rollout of kind http or judge. Raises ServiceDown."""
-    spec = request.task.evaluator
+async def score_by_service(
+    spec: HttpEvaluator | JudgeEvaluator, request: EvaluationRequest, services: Services
+) -> Verdict:
+    """Score a rollout by a service. Raises ServiceDown."""
     if request.episode is None:
         return broken(f"the evaluator `{spec.kind}` needs the record of a loop agent; set agent.kind to loop")
     try:
-        if spec.kind is EvaluatorKind.HTTP:
-            return await score_by_server(request, request.episode, services.reward(spec.service))
-        return await score_by_votes(request, request.episode, services.model(spec.service))
+        if isinstance(spec, HttpEvaluator):
+            return await score_by_server(spec, request, request.episode, services.reward(spec.service))
+        return await score_by_votes(spec, request, request.episode, services.model(spec.service))
     except EvaluatorFault as error:
         return broken(clean_text(f"service {spec.service}: {error}"))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, Verdict, broken
-from headrace.buffer.tasks.task import AnswerSpec
+from headrace.buffer.tasks.evaluators import AnswerSpec
 from headrace.buffer.trajectories.types import Cause
 
 _ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")

@@ -21,32 +21,30 @@ from headrace.actors.evaluation.graders.verdict import (
 )
 from headrace.actors.evaluation.in_sandbox import check as check_program
 from headrace.actors.evaluation.in_sandbox import program_command, source
-from headrace.buffer.tasks.task import PYTHON, EvaluatorKind, EvaluatorSpec
+from headrace.buffer.tasks.evaluators import PYTHON, CompareEvaluator, PythonEvaluator
 from headrace.sandboxes.base import ExecResult, ProgramRunner, Sandbox
 from headrace.sandboxes.launcher.commands import PRELOADED
 
 
-async def run_check(spec: EvaluatorSpec, sandbox: Sandbox, *, agent_ids: Sequence[int] = ()) -> Verdict:
+async def run_check(spec: PythonEvaluator, check: str, sandbox: Sandbox, *, agent_ids: Sequence[int] = ()) -> Verdict:
     """Run an evaluator's check, passed on standard input so that it is not stored in any file. It imports no packages
     that the user with `agent_ids` (user id, group ids) could change. Raises ExecTimeout, SandboxGone,
     EvaluatorFault."""
-    if spec.kind is EvaluatorKind.COMPARE:
+    if isinstance(spec, CompareEvaluator):
         await make_account(sandbox, COMPARE_USER)
-        return await compare(sandbox, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
+        return await compare(sandbox, check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
     result = None
-    if spec.python == PYTHON and isinstance(sandbox, ProgramRunner) and imports_only(spec.check, PRELOADED):
+    if spec.python == PYTHON and isinstance(sandbox, ProgramRunner) and imports_only(check, PRELOADED):
         # A check that needs nothing of the image runs in an interpreter that is already up: starting one costs more
         # than the check.
         arguments = (check_program.PLAIN, *spec.data_paths)
-        result = await sandbox.run_program(
-            source("check"), arguments, stdin=spec.check.encode(), timeout_s=spec.timeout_s
-        )
+        result = await sandbox.run_program(source("check"), arguments, stdin=check.encode(), timeout_s=spec.timeout_s)
     if result is None or result.exit_code == check_program.UNAVAILABLE:
         ids = ",".join(map(str, agent_ids))
         mode = f"{check_program.PACKAGES}={ids}" if ids else check_program.PACKAGES
         result = await sandbox.exec(
             program_command(spec.python, "check", mode, *spec.data_paths),
-            stdin=spec.check.encode(),
+            stdin=check.encode(),
             cwd="/",
             timeout_s=spec.timeout_s,
         )

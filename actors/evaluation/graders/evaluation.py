@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.checks import run_check
 from headrace.actors.evaluation.graders.diff_filter import summary
@@ -48,7 +47,16 @@ from headrace.actors.evaluation.graders.verdict import (
 from headrace.actors.evaluation.graders.verifier import score_untouched, score_verifier
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks.task import EvaluatorKind, Task
+from headrace.buffer.tasks.evaluators import (
+    CheckEvaluator,
+    CompareEvaluator,
+    PatchEvaluator,
+    PluginEvaluator,
+    RepositoryEvaluator,
+    StateEvaluator,
+    VerifierEvaluator,
+)
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
 from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.buffer.trajectories.types import Cause
@@ -58,14 +66,8 @@ from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxErr
 __all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 
 
-def verdict_of_episode(request: EvaluationRequest) -> Verdict | None:
-    """Return the verdict for kinds that need only the record of the episode, and None for the others."""
-    spec = request.task.evaluator
-    if spec.kind is EvaluatorKind.ANSWER:
-        assert spec.answer is not None
-        return score_answer(spec.answer, request.episode)
-    if spec.kind is not EvaluatorKind.ENVIRONMENT:
-        return None
+def verdict_of_environment(request: EvaluationRequest) -> Verdict:
+    """Return the verdict of an episode's environment."""
     if request.episode is None or request.episode.verdict is None:
         return broken("the environment returned no verdict; choose another evaluator or environment")
     return request.episode.verdict
@@ -78,7 +80,7 @@ async def evaluate(
     verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
     has_files = request.sandbox != NO_SANDBOX
-    if not has_files and request.task.evaluator.kind is not EvaluatorKind.PLUGIN:
+    if not has_files and not isinstance(request.task.evaluator, PluginEvaluator):
         return broken(f"the evaluator {request.task.evaluator.kind} needs the files of a sandbox, and there is none")
     try:
         if has_files and not is_live(request.task):
@@ -90,8 +92,7 @@ async def evaluate(
         verdict = replace(verdict, detail=clean_text(verdict.detail))
         if not request.keep:
             return replace(verdict, log="", patch="")
-        by_state = request.task.evaluator.kind in (EvaluatorKind.STATE, EvaluatorKind.VERIFIER)
-        if by_state and not is_live(request.task):
+        if isinstance(request.task.evaluator, StateEvaluator | VerifierEvaluator) and not is_live(request.task):
             return await _with_patch(request, sandboxes, verdict)
         return verdict
     except FrozenPathRefused as error:
@@ -104,7 +105,7 @@ async def evaluate(
 
 def is_live(task: Task) -> bool:
     """Return whether a task is scored in the agent's own sandbox."""
-    return task.evaluator.verifier is not None and task.evaluator.verifier.live
+    return isinstance(task.evaluator, VerifierEvaluator) and task.evaluator.verifier.live
 
 
 async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, verdict: Verdict) -> Verdict:
@@ -124,7 +125,7 @@ async def _blame(
     """Decide what broke the check: the evaluator (if the check breaks on untouched files too), chance, or the agent.
     Raises SandboxError, EvaluatorFault."""
     task = request.task
-    if task.evaluator.kind is EvaluatorKind.PLUGIN:
+    if isinstance(task.evaluator, PluginEvaluator):
         # Evaluators of other packages cannot score untouched files.
         return first
     untouched = await baselines.verdict(task, lambda: _score_untouched(task, sandboxes, baselines))
@@ -139,34 +140,39 @@ async def _blame(
 
 async def _score_untouched(task: Task, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:
     """Score a task's own files. Raises SandboxError, EvaluatorFault."""
-    if task.evaluator.kind is EvaluatorKind.REPOSITORY:
+    if isinstance(task.evaluator, RepositoryEvaluator):
         return await grade(task, LeftDiff(), sandboxes, baselines, always_twins=True)
-    if task.evaluator.kind is EvaluatorKind.VERIFIER:
+    if isinstance(task.evaluator, VerifierEvaluator):
         return await score_untouched(task, sandboxes)
-    files = Patch(changes={}).applied_to(await task_files(task), task.evaluator.hidden_files)
-    return await _check_files(task, files, clean_spec(task), sandboxes)
+    spec = task.evaluator
+    assert isinstance(spec, CheckEvaluator)
+    files = Patch(changes={}).applied_to(await task_files(task), spec.hidden_files)
+    return await _check_files(spec, files, clean_spec(task), sandboxes)
 
 
 async def _score(request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:
     """Score the agent's files once; a broken check yields cause evaluator. Raises SandboxError, EvaluatorFault."""
-    match request.task.evaluator.kind:
-        case EvaluatorKind.REPOSITORY:
+    match request.task.evaluator:
+        case StateEvaluator() as spec:
+            hidden = {path: text.encode() for path, text in spec.hidden_files.items()}
+            return await _check_files(spec, hidden, spec_with_data(request), sandboxes)
+        case PatchEvaluator() | CompareEvaluator() as spec:
+            return await _score_patch(spec, request, sandboxes)
+        case RepositoryEvaluator():
             return await score_repository(request, sandboxes, baselines)
-        case EvaluatorKind.PATCH | EvaluatorKind.COMPARE:
-            return await _score_patch(request, sandboxes)
-        case EvaluatorKind.VERIFIER:
+        case VerifierEvaluator():
             return await score_verifier(request, sandboxes)
-        case EvaluatorKind.PLUGIN:
-            return await score_by_plugin(request, sandboxes)
-        case _:
-            hidden = {path: text.encode() for path, text in request.task.evaluator.hidden_files.items()}
-            return await _check_files(request.task, hidden, spec_with_data(request), sandboxes)
+        case PluginEvaluator() as spec:
+            return await score_by_plugin(spec, request, sandboxes)
+        case spec:
+            raise TypeError(f"the kind {spec.kind} is not scored by files")
 
 
-async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
+async def _score_patch(
+    spec: PatchEvaluator | CompareEvaluator, request: EvaluationRequest, sandboxes: CleanSandboxes
+) -> Verdict:
     async def collect(untouched: bool) -> Patch:
-        spec = clean_spec(request.task) if untouched else spec_with_data(request)
-        async with sandboxes.clean(spec) as sandbox:
+        async with sandboxes.clean(clean_spec(request.task) if untouched else spec_with_data(request)) as sandbox:
             if untouched:
                 await sandbox.write_many(await task_files(request.task))
             return await collect_patch(request.task, sandbox)
@@ -176,23 +182,24 @@ async def _score_patch(request: EvaluationRequest, sandboxes: CleanSandboxes) ->
     except PatchRefused as error:
         return invalid(str(error))
     left = patch
-    if request.task.evaluator.kind is EvaluatorKind.COMPARE:
-        patch = patch.filtered(request.task)
-    spec = clean_spec(request.task)
-    files = patch.applied_to(await task_files(request.task), request.task.evaluator.hidden_files)
-    verdict = await _check_files(request.task, files, spec, sandboxes)
+    if isinstance(spec, CompareEvaluator):
+        patch = patch.filtered(request.task, spec.test_files)
+    files = patch.applied_to(await task_files(request.task), spec.hidden_files)
+    verdict = await _check_files(spec, files, clean_spec(request.task), sandboxes)
     diff = left.as_diff(request.task) if request.keep else ""
     return replace(verdict, detail=join_details(verdict.detail, summary(patch.dropped)), patch=diff)
 
 
-async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, sandboxes: CleanSandboxes) -> Verdict:
+async def _check_files(
+    spec: CheckEvaluator, files: Mapping[str, bytes], sandbox_spec: SandboxSpec, sandboxes: CleanSandboxes
+) -> Verdict:
     """Run the check in a clean sandbox with these files. Raises SandboxError, EvaluatorFault."""
-    async with sandboxes.clean(spec) as sandbox:
+    async with sandboxes.clean(sandbox_spec) as sandbox:
         try:
             if files:
                 with in_part(EVALUATE_APPLY):
                     await sandbox.write_many(files)
-            return await run_check(task.evaluator, sandbox)
+            return await run_check(spec, spec.check, sandbox)
         except ExecTimeout as error:
             return broken(f"the check exceeded {error}")
         except SandboxFileError as error:

@@ -13,8 +13,9 @@ from typing import Self
 
 from opentelemetry import trace
 
+from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.baselines import Baselines
-from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_episode
+from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_environment
 from headrace.actors.evaluation.graders.functions import score_by_function
 from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
 from headrace.actors.evaluation.graders.verdict import failed, solved
@@ -27,7 +28,14 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.primitives.timed_span import interval_clock, unix_s
-from headrace.buffer.tasks.task import EvaluatorKind, SimulatedVerdict
+from headrace.buffer.tasks.evaluators import (
+    AnswerEvaluator,
+    EnvironmentEvaluator,
+    FunctionEvaluator,
+    NoEvaluator,
+    SimulatedEvaluator,
+    SumEvaluator,
+)
 from headrace.buffer.trajectories.breakdown import (
     BOOT,
     EVALUATE_BOOT,
@@ -154,41 +162,42 @@ class Evaluator(ResourceOwner):
         return with_rewards(verdict, request.task.evaluator.rewards)
 
     async def _judge(self, request: EvaluationRequest, parts: PartClock) -> Verdict:
-        if request.task.evaluator.kind is EvaluatorKind.NONE:
-            return solved()
-        if request.task.evaluator.kind is EvaluatorKind.SUM:
-            return await score_parts(request, self._evaluate)
-        if request.task.evaluator.kind is EvaluatorKind.FUNCTION:
-            self._unboxed += 1
-            with in_part(EVALUATE_CHECK):
-                return await score_by_function(request)
-        if (verdict := verdict_of_episode(request)) is not None:
-            self._unboxed += 1
-            return verdict
-        if request.task.evaluator.kind is EvaluatorKind.SIMULATED:
-            with in_part(EVALUATE_CHECK):
-                verdict = await simulated_verdict(request)
-            self._unboxed += 1
-            return verdict
-        attributes = {names.EVALUATOR_KIND: request.task.evaluator.kind.value}
-        with tracer.start_as_current_span(
-            names.CHECK, context_from(request.traceparent), attributes=attributes
-        ) as span:
-            verdict = await evaluate(request, self._sandboxes, self._baselines)
-            if span.is_recording():
-                span.set_attribute(names.CHECK_S, parts.seconds(EVALUATE_CHECK))
-                describe(span, verdict)
-            return verdict
+        match request.task.evaluator:
+            case NoEvaluator():
+                return solved()
+            case SumEvaluator() as spec:
+                return await score_parts(spec, request, self._evaluate)
+            case AnswerEvaluator() as spec:
+                verdict = score_answer(spec.answer, request.episode)
+            case EnvironmentEvaluator():
+                verdict = verdict_of_environment(request)
+            case FunctionEvaluator() as spec:
+                with in_part(EVALUATE_CHECK):
+                    verdict = await score_by_function(spec, request)
+            case SimulatedEvaluator() as spec:
+                with in_part(EVALUATE_CHECK):
+                    verdict = await simulated_verdict(spec, request)
+            case spec:
+                attributes = {names.EVALUATOR_KIND: spec.kind}
+                with tracer.start_as_current_span(
+                    names.CHECK, context_from(request.traceparent), attributes=attributes
+                ) as span:
+                    verdict = await evaluate(request, self._sandboxes, self._baselines)
+                    if span.is_recording():
+                        span.set_attribute(names.CHECK_S, parts.seconds(EVALUATE_CHECK))
+                        describe(span, verdict)
+                    return verdict
+        self._unboxed += 1
+        return verdict
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:
     """A verdict holds no resources."""
 
 
-async def simulated_verdict(request: EvaluationRequest) -> Verdict:
-    """Return a verdict, drawn only from the attempt's name and its task, after the simulated evaluation time. Raises
-    ValueError for a task without simulation settings."""
-    settings = SimulatedVerdict.parse(request.task.evaluator.expected)
+async def simulated_verdict(spec: SimulatedEvaluator, request: EvaluationRequest) -> Verdict:
+    """Return a verdict, drawn only from the attempt's name and its task, after the simulated evaluation time."""
+    settings = spec.verdict
     slow = is_slow(request.task, settings.slow_share, request.key)
     await asyncio.sleep(settings.seconds * (settings.slow_factor if slow else 1.0))
     return solved() if is_solved(request.task, settings.success, request.key) else failed("")

@@ -28,6 +28,7 @@ from headrace.actors.evaluation.graders.verdict import (
     rewarded,
     rewarded_by,
 )
+from headrace.buffer.tasks.evaluators import FunctionEvaluator
 from headrace.buffer.trajectories.sanitizer import clean_text
 
 _PROGRAM: Final = """\
@@ -51,9 +52,8 @@ with open(results, "w") as file:
 MAX_ERROR_CHARACTERS: Final = 300
 
 
-async def score_by_function(request: EvaluationRequest) -> Verdict:
+async def score_by_function(spec: FunctionEvaluator, request: EvaluationRequest) -> Verdict:
     """Return the verdict of a task's function, which returns a reward, or `{"reward": ..., "solved": ...}`."""
-    spec = request.task.evaluator
     if request.episode is None:
         return broken("the evaluator `function` needs the record of a loop agent; set agent.kind to loop")
     given = {"task": asdict(request.task), "episode": document_of(request.episode)}

@@ -37,6 +37,7 @@ from headrace.actors.evaluation.graders.verdict import PatchRefused, ProgramFail
 from headrace.actors.evaluation.in_sandbox import program_command, run_program
 from headrace.actors.evaluation.in_sandbox.apply import AGENT_REFUSED
 from headrace.actors.record.files.parts import in_part
+from headrace.buffer.tasks.evaluators import PythonEvaluator
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff
 from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT
@@ -80,10 +81,10 @@ class Patch:
         """Return a unified diff against the task's files, ordered by path."""
         return "".join(file_diff(path, task.files.get(path), self.changes[path]) for path in sorted(self.changes))
 
-    def filtered(self, task: Task) -> Patch:
-        """Return the patch without test files and without changes that `diff_filter` forbids, which it lists as
+    def filtered(self, task: Task, test_files: Sequence[str]) -> Patch:
+        """Return the patch without `test_files` and without changes that `diff_filter` forbids, which it lists as
         dropped."""
-        tests = frozenset(path[1:] for path in task.evaluator.test_files)
+        tests = frozenset(path[1:] for path in test_files)
         reasons = {path: reason_for_path(path[1:], tests, new=path not in task.files) for path in self.changes}
         dropped = tuple(Dropped(path=path, reason=reason) for path, reason in reasons.items() if reason is not None)
         kept = {path: text for path, text in self.changes.items() if reasons[path] is None}
@@ -93,14 +94,16 @@ class Patch:
 async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
     """Read the patch from a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
     ProgramFailed, SandboxError."""
-    argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
+    spec = task.evaluator
+    assert isinstance(spec, PythonEvaluator)
+    argument = json.dumps([spec.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
     with in_part(EVALUATE_COLLECT):
         result = await run_program(
             sandbox,
             "collect_files",
             [argument],
-            python=task.evaluator.python,
-            timeout_s=task.evaluator.timeout_s,
+            python=spec.python,
+            timeout_s=spec.timeout_s,
             max_output_bytes=8 * MAX_BYTES,
         )
     if result.exit_code in _REFUSALS:
@@ -109,7 +112,7 @@ async def collect_patch(task: Task, sandbox: Sandbox) -> Patch:
         code = result.exit_code
         raise ProgramFailed(f"collecting the patch failed with exit code {code}: {result.stderr[-200:]!r}")
     texts, binary = json.loads(result.stdout)
-    before = files_below(task.files, task.evaluator.data_paths)
+    before = files_below(task.files, spec.data_paths)
     patch = difference({path: text for path, text in before.items() if path not in binary}, texts)
     own = {path: file.size for path, file in task.binary_files.items()}
     dropped = [Dropped(path=path, reason=DropReason.BINARY) for path in sorted(binary) if binary[path] != own.get(path)]

@@ -22,7 +22,7 @@ from headrace.actors.evaluation.graders.verdict import (
 )
 from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
-from headrace.buffer.tasks.repositories import RepositorySpec
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import EVALUATE_COLLECT
 from headrace.sandboxes.base import FrozenMount
@@ -43,20 +43,18 @@ class LeftDiff:
     notes: tuple[Dropped, ...] = ()
 
 
-async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, sandboxes: CleanSandboxes) -> LeftDiff:
+async def collect_diff(request: EvaluationRequest, spec: RepositoryEvaluator, sandboxes: CleanSandboxes) -> LeftDiff:
     """Collect the diff. Raises PatchRefused, SandboxError (FrozenPathRefused if the agent removed the repository)."""
-    mount = FrozenMount(source=request.sandbox.id, path=repository.workdir, target=_LEFT)
-    return await collect_twice(
-        lambda untouched: _collect(request.task, repository, sandboxes, () if untouched else (mount,))
-    )
+    mount = FrozenMount(source=request.sandbox.id, path=spec.repository.workdir, target=_LEFT)
+    return await collect_twice(lambda untouched: _collect(request.task, spec, sandboxes, () if untouched else (mount,)))
 
 
 async def _collect(
-    task: Task, repository: RepositorySpec, sandboxes: CleanSandboxes, mounts: tuple[FrozenMount, ...]
+    task: Task, spec: RepositoryEvaluator, sandboxes: CleanSandboxes, mounts: tuple[FrozenMount, ...]
 ) -> LeftDiff:
     """Compare the mounted tree, or without one the pristine tree itself, with the pristine tree. Raises PatchRefused,
     ProgramFailed, SandboxError."""
-    caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
+    repository, caps = spec.repository, [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
     argument = json.dumps({"base": repository.workdir, "left": _LEFT if mounts else repository.workdir, "caps": caps})
     async with sandboxes.clean(clean_spec(task, mounts)) as sandbox:
         with in_part(EVALUATE_COLLECT):
@@ -64,7 +62,7 @@ async def _collect(
             result = await sandbox.exec(
                 program_command(repository.python, "collect", argument),
                 cwd="/",
-                timeout_s=task.evaluator.timeout_s,
+                timeout_s=spec.timeout_s,
                 max_output_bytes=MAX_DIFF_BYTES,
             )
     if result.exit_code in _REFUSALS:

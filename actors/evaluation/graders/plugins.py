@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.graders.verdict import CleanSandboxes, EvaluationRequest, Verdict, broken
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.tasks.evaluators import PluginEvaluator
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import Cause, check_reward
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
@@ -40,7 +41,7 @@ _evaluator = cache(EVALUATORS.find)
 
 def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
     """Check that all evaluators named by the tasks exist. Raises ConfigError for the first one that does not."""
-    named = {spec.plugin: task for task in tasks for spec in task.evaluator.deciding if spec.plugin}
+    named = {spec.plugin: task for task in tasks for spec in task.evaluators if isinstance(spec, PluginEvaluator)}
     for name, task in named.items():
         try:
             EVALUATORS.find(name)
@@ -48,9 +49,8 @@ def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
             raise ConfigError(f"task {task.id}: evaluator.plugin: {error}") from error
 
 
-async def score_by_plugin(request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
+async def score_by_plugin(spec: PluginEvaluator, request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
     """Score a rollout whose sandbox is frozen, or that had none. Raises SandboxError."""
-    spec = request.task.evaluator
     try:
         async with asyncio.timeout(spec.timeout_s):
             verdict = await _evaluator(spec.plugin)(request, sandboxes)

@@ -49,6 +49,7 @@ from headrace.actors.evaluation.graders.verdict import (
 )
 from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.repositories import Command, RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff, with_last_line_end
@@ -74,19 +75,17 @@ comm -z -13 "$1/before" "$1/after"
 
 async def score_repository(request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines) -> Verdict:
     """Score an agent's repository once. Raises SandboxError."""
-    repository = _repository_of(request.task)
     try:
-        left = await collect_diff(request, repository, sandboxes)
+        left = await collect_diff(request, _spec_of(request.task), sandboxes)
     except PatchRefused as error:
         return invalid(str(error))
     verdict = await grade(request.task, left, sandboxes, baselines)
     return replace(verdict, patch=left.diff.decode(errors="replace")) if request.keep else verdict
 
 
-def _repository_of(task: Task) -> RepositorySpec:
-    if task.evaluator.repository is None:
-        raise SandboxError(f"task {task.id}: kind repository needs evaluator.repository")
-    return task.evaluator.repository
+def _spec_of(task: Task) -> RepositoryEvaluator:
+    assert isinstance(task.evaluator, RepositoryEvaluator)
+    return task.evaluator
 
 
 async def grade(
@@ -137,7 +136,7 @@ class _Grading:
         if outcome.cut:
             return await self._judge_cut(outcome)
         self.parameters = merge_sessions(outcome.sessions).parameters
-        grader = _repository_of(self.task).grader
+        grader = _spec_of(self.task).repository.grader
         if isinstance(grader, Swepro):
             judged = await self._judge_logs(grader, outcome)
         elif isinstance(grader, TestIds):
@@ -169,7 +168,7 @@ class _Grading:
     async def _judge_cut(self, run: TestRun) -> Verdict:
         """Judge tests that were stopped at the timeout. The untouched repository may hang too, where that is what a
         patch should mend: then the same place is a failure, and another one may be a slow host's."""
-        timeout = f"timeout_s={self.task.evaluator.timeout_s:g}"
+        timeout = f"timeout_s={_spec_of(self.task).timeout_s:g}"
         untouched = await self._untouched()
         if untouched.cut and merge_sessions(run.sessions).results.keys() == untouched.results.keys():
             return failed(f"the tests exceeded {timeout} where those of the untouched repository do")
@@ -181,7 +180,7 @@ class _Grading:
         forge."""
         report = _report_of(run) if run.sessions or run.intruded else Report(results={}, uncollected={})
         async with self.sandboxes.clean(clean_spec(self.task)) as sandbox:
-            parsed = await parse_logs(sandbox, _repository_of(self.task), grader, run)
+            parsed = await parse_logs(sandbox, _spec_of(self.task).repository, grader, run)
         required = required_ids(grader)
         known = [name for name in required if name in report.results]
         denied = set(report.not_passed(known))
@@ -259,7 +258,7 @@ class _Grading:
         if not isinstance(outcome, TestRun):
             raise RunBroken(f"the patch applied to the first copy but not to the second: {outcome.detail}")
         if outcome.cut:
-            raise RunBroken(f"the twins of the tests exceeded timeout_s={self.task.evaluator.timeout_s:g}")
+            raise RunBroken(f"the twins of the tests exceeded timeout_s={_spec_of(self.task).timeout_s:g}")
         return _report_of(outcome)
 
     async def _untouched(self) -> Report:
@@ -280,7 +279,8 @@ async def _run(
 ) -> tuple[Verdict | TestRun, tuple[Dropped, ...]]:
     """Apply a diff and run the tests (or their twins) in a clean sandbox. Return the dropped changes together with the
     test run, or with a verdict if one is reached before the tests run. Raises DiffRefused, RunBroken, SandboxError."""
-    repository, timeout_s = _repository_of(task), task.evaluator.timeout_s
+    spec = _spec_of(task)
+    repository, timeout_s = spec.repository, spec.timeout_s
     async with sandboxes.clean(clean_spec(task)) as sandbox:
         with in_part(EVALUATE_APPLY):
             await lay_out(task, sandbox)
@@ -309,14 +309,14 @@ async def _run(
             refused = await _apply(sandbox, repository, filtered.diff, timeout_s)
         if refused is not None:
             return refused, filtered.dropped
-        if task.evaluator.hidden_files:
+        if spec.hidden_files:
             with in_part(EVALUATE_APPLY):
-                await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
-        if task.evaluator.check and not twins:
+                await sandbox.write_many({path: text.encode() for path, text in spec.hidden_files.items()})
+        if spec.check and not twins:
             compared = await compare(
                 sandbox,
-                task.evaluator.check,
-                task.evaluator.expected,
+                spec.check,
+                spec.expected,
                 python=repository.python,
                 options="-B",
                 timeout_s=timeout_s,
@@ -337,7 +337,7 @@ async def _test_support(
 ) -> frozenset[str]:
     """Return those of a patch's paths that serve the tests of the pristine repository (see `in_sandbox.test_support`).
     Raises RunBroken, SandboxError."""
-    repository = _repository_of(task)
+    repository = _spec_of(task).repository
     paths = sorted(path for path in touched if reason_for_path(path, frozenset(tests), new=True) is None)
     if not paths:
         return frozenset()
@@ -347,7 +347,7 @@ async def _test_support(
             program_command(repository.python, "test_support"),
             stdin=json.dumps(given).encode(),
             cwd="/",
-            timeout_s=task.evaluator.timeout_s,
+            timeout_s=_spec_of(task).timeout_s,
         )
     if result.exit_code != 0:
         raise RunBroken(f"looking for the files of the tests failed ({result.exit_code}): {result.stderr[-200:]!r}")
@@ -356,8 +356,9 @@ async def _test_support(
 
 def _hidden(task: Task) -> dict[str, str]:
     """Return the hidden files in the repository by their path there."""
-    inside = _repository_of(task).workdir + "/"
-    files = task.evaluator.hidden_files.items()
+    spec = _spec_of(task)
+    inside = spec.repository.workdir + "/"
+    files = spec.hidden_files.items()
     return {path.removeprefix(inside): text for path, text in files if path.startswith(inside)}
 
 

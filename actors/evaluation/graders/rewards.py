@@ -21,7 +21,7 @@ from headrace.actors.evaluation.graders.verdict import (
     printed,
     rewarded,
 )
-from headrace.buffer.tasks.task import EvaluatorPart, RewardMap
+from headrace.buffer.tasks.evaluators import EvaluatorPart, RewardMap, SumEvaluator
 from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
 
 
 async def score_parts(
-    request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Awaitable[Verdict]]
+    spec: SumEvaluator, request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Awaitable[Verdict]]
 ) -> Verdict:
     """Score by every part of a sum, in order, until one yields no reward."""
     named = []
-    for part in request.task.evaluator.parts:
+    for part in spec.parts:
         task = replace(request.task, evaluator=part.evaluator)
         named.append((part, await evaluate(replace(request, task=task, key=f"{request.key}.{part.name}"))))
         if named[-1][1].reward is None:

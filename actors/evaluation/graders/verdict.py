@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from headrace.actors.services.chat import ChatCall
 from headrace.buffer.primitives.critical_path import Segment
+from headrace.buffer.tasks.evaluators import FilesEvaluator
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import clean_text
 from headrace.buffer.trajectories.types import SOLVED_REWARD, Cause, check_reward
@@ -146,7 +147,8 @@ def clean_spec(task: Task, mounts: tuple[FrozenMount, ...] = ()) -> SandboxSpec:
 
 def spec_with_data(request: EvaluationRequest) -> SandboxSpec:
     """Return the specification of a clean sandbox with the data paths of the agent's frozen one."""
-    paths = request.task.evaluator.data_paths
+    spec = request.task.evaluator
+    paths = spec.data_paths if isinstance(spec, FilesEvaluator) else ()
     return clean_spec(
         request.task, tuple(FrozenMount(source=request.sandbox.id, path=path, target=path) for path in paths)
     )

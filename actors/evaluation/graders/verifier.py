@@ -39,8 +39,9 @@ from headrace.actors.evaluation.graders.verdict import (
     spec_with_data,
 )
 from headrace.actors.record.files.parts import in_part
+from headrace.buffer.tasks.evaluators import VerifierEvaluator
 from headrace.buffer.tasks.task import Task
-from headrace.buffer.tasks.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, VerifierSpec, pytest_files
+from headrace.buffer.tasks.verifiers import LOGS, SCRIPT, TESTS, VerifierForm, pytest_files
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import Sandbox
@@ -127,7 +128,7 @@ async def score_verifier(request: EvaluationRequest, sandboxes: AgentSandboxes) 
     """Score an agent's sandbox once: a frozen one, or a running one for a live verifier. Raises SandboxError,
     EvaluatorFault."""
     task = request.task
-    if _spec_of(task).live:
+    if _spec_of(task).verifier.live:
         async with sandboxes.live(request.sandbox) as sandbox:
             try:
                 await end_agent(sandbox)
@@ -178,10 +179,9 @@ def parse_reward(name: str, data: bytes) -> tuple[float, dict[str, float]]:
     return rewards.get("reward", next(iter(rewards.values()))), rewards
 
 
-def _spec_of(task: Task) -> VerifierSpec:
-    if task.evaluator.verifier is None:
-        raise EvaluatorFault(f"task {task.id}: kind verifier needs evaluator.verifier")
-    return task.evaluator.verifier
+def _spec_of(task: Task) -> VerifierEvaluator:
+    assert isinstance(task.evaluator, VerifierEvaluator)
+    return task.evaluator
 
 
 async def _agent_ids(request: EvaluationRequest, sandbox: Sandbox) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ async def _agent_ids(request: EvaluationRequest, sandbox: Sandbox) -> tuple[int,
     ids = tuple(int(word) for word in result.stdout.split() if word.isdigit()) if result.exit_code == 0 else ()
     if ids and ids[0] != 0:
         return ids
-    if _spec_of(request.task).allow_root:
+    if _spec_of(request.task).verifier.allow_root:
         return ()
     raise EvaluatorFault(
         f"a live verifier needs an agent that is not root, and its user is {request.agent_user}: set the user of the "
@@ -206,21 +206,22 @@ async def _verify(task: Task, sandbox: Sandbox, agent_ids: tuple[int, ...] | Non
     """Lay out the tests in a sandbox without processes, run them and return the verdict. `agent_ids` are given for the
     sandbox of the agent. Raises SandboxError, EvaluatorFault."""
     spec = _spec_of(task)
-    where = f"{spec.form} verifier in {'a clean sandbox' if agent_ids is None else 'the sandbox of the agent'}"
+    form = spec.verifier.form
+    where = f"{form} verifier in {'a clean sandbox' if agent_ids is None else 'the sandbox of the agent'}"
     made = await sandbox.exec(_LAY_OUT, env=_SYSTEM_PATH, cwd="/", timeout_s=_STEP_TIMEOUT_S)
     if made.exit_code != 0:
         reason = made.stderr[-200:].decode(errors="replace").strip()
         return broken(f"{where}: {TESTS} and {LOGS} could not be made: {reason}")
     try:
         with in_part(EVALUATE_APPLY):
-            await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
-        if spec.form is VerifierForm.HARBOR:
-            verdict = await _run_script(task, sandbox, spec, agent_ids or ())
+            await sandbox.write_many({path: text.encode() for path, text in spec.hidden_files.items()})
+        if form is VerifierForm.HARBOR:
+            verdict = await _run_script(spec, sandbox, agent_ids or ())
         else:
             options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", TESTS, "--confcutdir", TESTS]
-            arguments = [*options, *pytest_files(task.evaluator.hidden_files)]
-            evaluator = replace(task.evaluator, check=f"import sys, pytest; sys.exit(pytest.main({arguments!r}))")
-            verdict = await run_check(evaluator, sandbox, agent_ids=agent_ids or ())
+            arguments = [*options, *pytest_files(spec.hidden_files)]
+            check = f"import sys, pytest; sys.exit(pytest.main({arguments!r}))"
+            verdict = await run_check(spec, check, sandbox, agent_ids=agent_ids or ())
     except ExecTimeout as error:
         verdict = broken(f"the verifier exceeded {error}")
     except SandboxFileError as error:
@@ -230,19 +231,19 @@ async def _verify(task: Task, sandbox: Sandbox, agent_ids: tuple[int, ...] | Non
     return replace(verdict, detail=join_details(where, verdict.detail))
 
 
-async def _run_script(task: Task, sandbox: Sandbox, spec: VerifierSpec, agent_ids: tuple[int, ...]) -> Verdict:
+async def _run_script(spec: VerifierEvaluator, sandbox: Sandbox, agent_ids: tuple[int, ...]) -> Verdict:
     """Run test.sh and return the verdict of its reward file. Raises SandboxError, EvaluatorFault."""
-    hidden = task.evaluator.hidden_files
+    verifier, hidden = spec.verifier, spec.hidden_files
     scripts = shlex.join(path for path, text in hidden.items() if path == SCRIPT or text.startswith("#!"))
     # Plain words for a loop: a data path with a blank is compared piece by piece, which only takes more from the PATH.
-    unsafe = " ".join(task.evaluator.data_paths)
+    unsafe = " ".join(spec.data_paths)
     user, groups = "".join(map(str, agent_ids[:1])), " ".join(map(str, agent_ids[1:]))
     settings = f"user={user} groups='{groups}' unsafe={shlex.quote(unsafe)}"
     ran = await sandbox.exec(
         f"{settings}\n{_RUN.replace('$scripts', scripts)}",
-        env={**_ENVIRONMENT, **spec.environment},
-        cwd=spec.workdir or None,
-        timeout_s=task.evaluator.timeout_s,
+        env={**_ENVIRONMENT, **verifier.environment},
+        cwd=verifier.workdir or None,
+        timeout_s=spec.timeout_s,
     )
     log = printed(ran.stdout, ran.stderr)
     left = await sandbox.exec(
@@ -255,7 +256,7 @@ async def _run_script(task: Task, sandbox: Sandbox, spec: VerifierSpec, agent_id
     name, _, data = left.stdout.partition(b"\n")
     try:
         reward, rewards = parse_reward(name.decode(), data)
-        verdict = rewarded(reward, solved=reward >= spec.solved_at)
+        verdict = rewarded(reward, solved=reward >= verifier.solved_at)
     except EvaluatorFault as error:
         return replace(broken(f"{error}; test.sh exited with {ran.exit_code}: {tail}"), log=log)
     named = f"rewards {json.dumps(rewards)}"[:MAX_DETAIL_CHARACTERS] if len(rewards) > 1 else ""

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Final
 
 from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, SimulatedVerdict, Task, TaskId
+from headrace.buffer.tasks.evaluators import SimulatedEvaluator, SimulatedVerdict
+from headrace.buffer.tasks.task import Task, TaskId
 
 FAMILY: Final = "simulated"
 
@@ -48,7 +49,7 @@ def simulated_tasks(
             raise ValueError(f"slowdowns: task {task_id} has {len(slow)} of kind evaluator; keep one")
         for slowdown in slow:
             verdict = replace(verdict, slow_share=slowdown.share, slow_factor=slowdown.factor)
-        evaluator = EvaluatorSpec(kind=EvaluatorKind.SIMULATED, expected=verdict.expected())
+        evaluator = SimulatedEvaluator(expected=verdict.expected())
         task = Task(id=task_id, family=family, instruction=f"take time for {task_id}", evaluator=evaluator)
         tasks.append(replace(task, image=images[number % len(images)]) if images else task)
     return tuple(tasks)

@@ -22,7 +22,8 @@ from headrace.actors.simulation.virtual.plan import SimulationPlan
 from headrace.actors.simulation.virtual.simulate import run_plan
 from headrace.buffer.audit.evidence import Evidence, read_evidence
 from headrace.buffer.core.records import RolloutState
-from headrace.buffer.tasks.task import SimulatedVerdict, Task
+from headrace.buffer.tasks.evaluators import SimulatedEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import RolloutId
 
 SLOW: Final = 0.9
@@ -139,6 +140,7 @@ def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
 
 def _draw(durations: Durations, task: Task, rollout_id: RolloutId, attempt: int) -> _Draw:
     """Draw an attempt's duration and reward as the simulated agent and evaluator do."""
-    solved = is_solved(task, SimulatedVerdict.parse(task.evaluator.expected).success, f"{rollout_id}.{attempt}")
+    assert isinstance(task.evaluator, SimulatedEvaluator)
+    solved = is_solved(task, task.evaluator.verdict.success, f"{rollout_id}.{attempt}")
     duration_s = durations.draw_s(f"{task.id} {rollout_id} {attempt}", task=task.id, solved=solved)
     return _Draw(duration_s=duration_s, reward=float(solved))

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from headrace.buffer.tasks.datasets.terminal import Split
+from headrace.buffer.tasks.evaluators import AnswerEvaluator, AnswerSpec
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks.task import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 
 ENTITIES: Final = (
     "adder", "bison", "camel", "dingo", "eagle", "finch", "gecko", "heron", "hyena", "ibis", "jackal", "kiwi",
@@ -79,7 +80,7 @@ class Fact:
             id=TaskId(f"{self.entity}-{self.attribute}"),
             family=self.attribute,
             instruction=self.question,
-            evaluator=EvaluatorSpec(kind=EvaluatorKind.ANSWER, answer=AnswerSpec(targets=(self.value,))),
+            evaluator=AnswerEvaluator(answer=AnswerSpec(targets=(self.value,))),
             environment=EnvironmentSpec(kind="search"),
             origin=TaskOrigin(source="headrace: generated facts", split=self.split.value, licence="Apache-2.0"),
         )

@@ -28,9 +28,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headrace.buffer.tasks.datasets.archives import ArchiveBounds, is_archive, unpack
 from headrace.buffer.tasks.datasets.recognition import converted
 from headrace.buffer.tasks.datasets.rows import Item, RowRefused, SourceRefused, read_rows
+from headrace.buffer.tasks.evaluators import VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskLimits, TaskOrigin
 from headrace.buffer.tasks.repositories import is_plain_path
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.tasks.verifiers import TESTS, VerifierForm, VerifierSpec, why_not_runnable
 
 _NETWORK: Final = re.compile(
@@ -237,8 +238,7 @@ def task_of(folder: Path, settings: HarborSettings) -> Task:
         )
     if (reason := why_not_runnable(verifier, tests, data_paths)) is not None:
         raise RowRefused(reason)
-    evaluator = EvaluatorSpec(
-        kind=EvaluatorKind.VERIFIER,
+    evaluator = VerifierEvaluator(
         verifier=verifier,
         hidden_files=tests,
         timeout_s=document.verifier.timeout_sec,

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from headrace.buffer.tasks.datasets.recognition import converted
 from headrace.buffer.tasks.datasets.rows import Item, RowRefused, read_rows
+from headrace.buffer.tasks.evaluators import AnswerEvaluator, AnswerSpec
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskMessage, TaskOrigin
-from headrace.buffer.tasks.task import AnswerSpec, EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 
 KIND: Final = "search"
 _ROLES: Final = ("system", "user")
@@ -66,7 +67,7 @@ def task_of(row: object, settings: SearchSettings, *, name: str, number: int) ->
         family=f"search/{source}",
         instruction=question,
         messages=messages if settings.messages else (),
-        evaluator=EvaluatorSpec(kind=EvaluatorKind.ANSWER, answer=answer),
+        evaluator=AnswerEvaluator(answer=answer),
         environment=EnvironmentSpec(kind=KIND),
         origin=TaskOrigin(source=source, split=split),
     )

@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.buffer.tasks.datasets.recognition import converted
 from headrace.buffer.tasks.datasets.rows import Item, RowRefused, read_rows
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 
 _BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")
 
@@ -141,9 +142,7 @@ def task_of(row: object, environment: SweEnvironment, folder: Path) -> Task:
         family=f"swe/{given.repo or info.repo or repository.grader.kind}",
         instruction=problem,
         image=image.replace("{instance_id}", instance_id),
-        evaluator=EvaluatorSpec(
-            kind=EvaluatorKind.REPOSITORY, repository=repository, timeout_s=environment.timeout_s, data_paths=()
-        ),
+        evaluator=RepositoryEvaluator(repository=repository, timeout_s=environment.timeout_s),
     )
 
 

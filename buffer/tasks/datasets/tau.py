@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.buffer.tasks.datasets.recognition import converted
 from headrace.buffer.tasks.datasets.rows import Item, Row, RowRefused, SourceRefused, read_rows
+from headrace.buffer.tasks.evaluators import EnvironmentEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 
 KIND: Final = "retail"
 INSTRUCTION: Final = "Help the customer of the retail shop, according to the policy."
@@ -54,7 +55,7 @@ READS: Final = frozenset(
     }
 )
 """Tools that change nothing; `get_item_details` is one of tau2-bench alone."""
-_EVALUATOR: Final = EvaluatorSpec(kind=EvaluatorKind.ENVIRONMENT)
+_EVALUATOR: Final = EnvironmentEvaluator()
 _GRADED: Final = frozenset({"DB", "COMMUNICATE", "NL_ASSERTION", "ACTION"})
 
 

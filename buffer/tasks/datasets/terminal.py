@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.evaluators import CompareEvaluator, EvaluatorSpec, StateEvaluator
+from headrace.buffer.tasks.task import Task, TaskId
 
 WORKSPACE = "/workspace"
 HIDDEN_COUNTS = (0, 1, 7, 12, 1000, -3)
@@ -184,15 +185,14 @@ class Problem:
     def task(self) -> Task:
         """Return the task of the combination."""
         if self.kind is Kind.REPAIR:
-            evaluator = EvaluatorSpec(
-                kind=EvaluatorKind.COMPARE,
+            evaluator: EvaluatorSpec = CompareEvaluator(
                 check=REPAIR_CHECK,
                 expected=json.dumps([count * int(self.finding) for count in HIDDEN_COUNTS]),
                 test_files=(f"{WORKSPACE}/test.py",),
             )
         else:
             check = STATE_CHECK.format(expected=json.dumps(self.expected(), sort_keys=True))
-            evaluator = EvaluatorSpec(kind=EvaluatorKind.STATE, check=check)
+            evaluator = StateEvaluator(check=check)
         return Task(
             id=TaskId(f"terminal-{self.kind}-{self.digest[:16]}"),
             family=f"terminal/{self.kind}",

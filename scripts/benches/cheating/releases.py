@@ -37,9 +37,10 @@ from headrace.actors.evaluation.graders.diff_filter import is_test
 from headrace.actors.evaluation.graders.patch_collection import LeftDiff, parse_collected
 from headrace.actors.evaluation.graders.repository import grade
 from headrace.actors.evaluation.in_sandbox import source
+from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.parts import BinaryFile
 from headrace.buffer.tasks.repositories import RepositorySpec, TestIds
-from headrace.buffer.tasks.task import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.local.provider import LocalProvider
 
 PROJECTS: Final = Path(__file__).with_name("released.txt")
@@ -322,7 +323,7 @@ def task_of(pair: ReleasePair, base: Path) -> Task:
         instruction="make the tests pass",
         files={f"{WORKDIR}/.keep": ""},
         binary_files={"/opt/base.tar": BinaryFile(file=str(packed), sha256=sha256(data).hexdigest(), size=len(data))},
-        evaluator=EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec, timeout_s=TIMEOUT_S),
+        evaluator=RepositoryEvaluator(repository=spec, timeout_s=TIMEOUT_S),
     )
 
 
