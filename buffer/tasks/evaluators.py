@@ -2,24 +2,81 @@
 
 Invariants:
 - `kind` is the tag by which a task file's object becomes one of the classes; a field of another kind is refused.
-- A spec without `faults` can be run; others are refused before anything boots.
+- A spec that pydantic has read and that has no `fault` can be run; others are refused before anything boots.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Discriminator
+from pydantic import AfterValidator, ConfigDict, Discriminator
 
 from headrace.buffer.tasks.parts import MAX_REWARD, STRICT, JudgeSpec, why_no_judge
 from headrace.buffer.tasks.repositories import RepositorySpec, is_plain_path, why_unusable
 from headrace.buffer.tasks.verifiers import VerifierSpec, why_not_runnable
 
+Value = TypeVar("Value", bound=Collection[str])
 PYTHON: Final = "/usr/bin/python3"
+
+
+class KeyFault(ValueError):
+    """A value below the validated one is invalid; the message begins with its key."""
+
+
+def _sound(why_not: Callable[[Any], str | None]) -> AfterValidator:
+    """Return a validator from a function that returns the key and reason of an invalid value, or None."""
+
+    def sound(value: object) -> object:
+        if (fault := why_not(value)) is not None:
+            raise KeyFault(fault)
+        return value
+
+    return AfterValidator(sound)
+
+
+def _must(hold: Callable[[Any], bool], message: str) -> AfterValidator:
+    """Return a validator that requires `hold`; `{!r}` in the message stands for the value."""
+
+    def must(value: object) -> object:
+        if not hold(value):
+            raise ValueError(message.format(value))
+        return value
+
+    return AfterValidator(must)
+
+
+def _plain_paths(paths: Value) -> Value:
+    for path in paths:
+        if not is_plain_path(path):
+            raise ValueError(f"{path!r} must be an absolute path without '.' or '..'")
+    return paths
+
+
+def _source(check: str) -> str:
+    if not check.strip():
+        raise ValueError("is empty; write Python that exits with 0 (solved) or 1 (not solved)")
+    try:
+        compile(check, "check", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"not valid Python: {' '.join(str(error).split())}; correct it") from error
+    return check
+
+
+def _result(expected: str) -> str:
+    try:
+        json.loads(expected)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}; write the value of `result`") from error
+    return expected
+
+
+_Paths: TypeAlias = Annotated[tuple[str, ...], AfterValidator(_plain_paths)]
+_Files: TypeAlias = Annotated[Mapping[str, str], AfterValidator(_plain_paths)]
+_Name: TypeAlias = Annotated[str, _must(bool, "is empty; write a name")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,45 +89,39 @@ class RewardMap:
     failed: float = 0.0
 
 
+def _is_ordered(rewards: RewardMap | None) -> bool:
+    return rewards is None or -MAX_REWARD <= rewards.failed < rewards.solved <= MAX_REWARD
+
+
 # Without slots, so that `kind` can be read from the classes, and `super` works in the methods.
 @dataclass(frozen=True, kw_only=True)
 class _Evaluator:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    rewards: RewardMap | None = None
+    rewards: Annotated[
+        RewardMap | None, _must(_is_ordered, f"must satisfy -{MAX_REWARD:g} <= failed < solved <= {MAX_REWARD:g}")
+    ] = None
     """Rewards in place of the evaluator's own. A rollout that it could not score still has none."""
 
-    def faults(self) -> Iterator[str]:
-        """Yield the key and reason of each value that is invalid although its type is right."""
-        rewards = self.rewards
-        if rewards is not None and not -MAX_REWARD <= rewards.failed < rewards.solved <= MAX_REWARD:
-            yield f"rewards: must satisfy -{MAX_REWARD:g} <= failed < solved <= {MAX_REWARD:g}"
+    def fault(self) -> str | None:
+        """Return the key and reason of a value that does not fit the others, or None."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TimedEvaluator(_Evaluator):
-    timeout_s: float = 20.0
+    timeout_s: Annotated[float, _must(lambda given: 0 < given < float("inf"), "{!r} must be a number above 0")] = 20.0
     """Deadline of the check, the tests or the function, in seconds."""
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not 0 < self.timeout_s < float("inf"):
-            yield f"timeout_s: {self.timeout_s} must be a number above 0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilesEvaluator(_TimedEvaluator):
     """What evaluators of an agent's files have in common."""
 
-    data_paths: tuple[str, ...] = ("/workspace",)
+    data_paths: _Paths = ("/workspace",)
     """Absolute paths in the agent's sandbox; nothing else in it is evaluated."""
-    hidden_files: Mapping[str, str] = field(default_factory=dict)
+    hidden_files: _Files = field(default_factory=dict)
     """Absolute paths with the texts that are written there after the agent's end."""
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        yield from _odd_paths("hidden_files", self.hidden_files)
-        yield from _odd_paths("data_paths", self.data_paths)
 
     def _data_path_above(self, path: str) -> str | None:
         return next((above for above in self.data_paths if f"{path}/".startswith(above.rstrip("/") + "/")), None)
@@ -80,17 +131,19 @@ class FilesEvaluator(_TimedEvaluator):
 class PythonEvaluator(FilesEvaluator):
     """An evaluator of files that runs Python of the image."""
 
-    python: str = PYTHON
+    python: Annotated[
+        str,
+        _must(
+            lambda path: is_plain_path(path) and shlex.quote(path) == path,
+            "{!r} must be an absolute path with only plain characters and without '.' or '..'",
+        ),
+    ] = PYTHON
     """Absolute path of the interpreter in the image."""
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not is_plain_path(self.python) or shlex.quote(self.python) != self.python:
-            yield (
-                f"python: {self.python!r} must be an absolute path with only plain characters and without '.' or '..'"
-            )
+    def fault(self) -> str | None:
         if self.python != PYTHON and (above := self._data_path_above(self.python)) is not None:
-            yield f"python: {self.python!r} is below the data path {above!r}: the agent could replace it"
+            return f"python: {self.python!r} is below the data path {above!r}: the agent could replace it"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +152,7 @@ class CheckEvaluator(PythonEvaluator):
     other exit code means that the evaluator failed. A check that binds `reward` returns that reward instead
     (docs/tasks.md)."""
 
-    check: str
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        yield from _faults_of_check(self.check)
+    check: Annotated[str, AfterValidator(_source)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +161,12 @@ class StateEvaluator(CheckEvaluator):
 
     kind: Literal["state"] = "state"
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
+    def fault(self) -> str | None:
         for path in self.hidden_files:
             if (above := self._data_path_above(path)) is not None:
-                yield (
-                    f"hidden_files: {path!r} is below the data path {above!r}, which is mounted read-only; put it "
-                    "elsewhere"
-                )
+                mounted = f"is below the data path {above!r}, which is mounted read-only"
+                return f"hidden_files: {path!r} {mounted}; put it elsewhere"
+        return super().fault()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +183,11 @@ class CompareEvaluator(CheckEvaluator):
     compared with `expected` outside the sandbox. The agent's code gains nothing by manipulating the process of the
     check."""
 
-    expected: str
+    expected: Annotated[str, AfterValidator(_result)]
     """JSON of the expected result."""
-    test_files: tuple[str, ...] = ()
+    test_files: _Paths = ()
     """Absolute paths whose files are always the task's own."""
     kind: Literal["compare"] = "compare"
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        yield from _odd_paths("test_files", self.test_files)
-        yield from _faults_of_result(self.expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,22 +195,16 @@ class RepositoryEvaluator(_TimedEvaluator):
     """The agent's changes to a git repository are filtered, applied to a clean copy and graded by its tests. If `check`
     and `expected` are given, its result is compared as well."""
 
-    repository: RepositorySpec
-    hidden_files: Mapping[str, str] = field(default_factory=dict)
-    check: str = ""
-    expected: str = ""
+    repository: Annotated[RepositorySpec, _sound(why_unusable)]
+    hidden_files: _Files = field(default_factory=dict)
+    check: Annotated[str, AfterValidator(_source)] = ""
+    expected: Annotated[str, AfterValidator(_result)] = ""
     kind: Literal["repository"] = "repository"
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        yield from _odd_paths("hidden_files", self.hidden_files)
-        if (reason := why_unusable(self.repository)) is not None:
-            yield f"repository.{reason}"
-        if self.check:
-            yield from _faults_of_check(self.check)
-            yield from _faults_of_result(self.expected)
-        elif self.expected:
-            yield "expected: is used only with a check; remove it"
+    def fault(self) -> str | None:
+        if bool(self.check) != bool(self.expected):
+            return "expected: belongs to a check, which needs it"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +214,8 @@ class VerifierEvaluator(PythonEvaluator):
     verifier: VerifierSpec
     kind: Literal["verifier"] = "verifier"
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if (reason := why_not_runnable(self.verifier, self.hidden_files, self.data_paths)) is not None:
-            yield reason
+    def fault(self) -> str | None:
+        return why_not_runnable(self.verifier, self.hidden_files, self.data_paths) or super().fault()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +223,11 @@ class PluginEvaluator(FilesEvaluator):
     """A function in another package scores the files that the agent left (docs/extending.md). It defines the meaning of
     `check` and `expected`."""
 
-    plugin: str
+    plugin: _Name
     """`package.module:function`, or the name of an entry point."""
     check: str = ""
     expected: str = ""
     kind: Literal["plugin"] = "plugin"
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not self.plugin:
-            yield "plugin: is empty; name a function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,69 +254,56 @@ class AnswerSpec:
     final: float = 0.0
 
 
+def _why_no_answer(answer: AnswerSpec) -> str | None:
+    if not any(target.strip() for target in answer.targets):
+        return "targets: has no target; list at least one answer that counts as correct"
+    if not answer.tag.isidentifier():
+        return f"tag: {answer.tag!r} must be the name of a tag, such as answer"
+    if not 0 <= answer.final <= answer.structure <= answer.structure + answer.retrieval < 1:
+        return "final: the scores must satisfy 0 <= final <= structure <= structure + retrieval < 1"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerEvaluator(_Evaluator):
     """The answer in the agent's last message is compared with the targets, without a sandbox."""
 
-    answer: AnswerSpec
+    answer: Annotated[AnswerSpec, _sound(_why_no_answer)]
     kind: Literal["answer"] = "answer"
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        answer = self.answer
-        if not any(target.strip() for target in answer.targets):
-            yield "answer.targets: has no target; list at least one answer that counts as correct"
-        if not answer.tag.isidentifier():
-            yield f"answer.tag: {answer.tag!r} must be the name of a tag, such as answer"
-        if not 0 <= answer.final <= answer.structure <= answer.structure + answer.retrieval < 1:
-            yield "answer: the scores must satisfy 0 <= final <= structure <= structure + retrieval < 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionEvaluator(_TimedEvaluator):
     """A function in a process of its own scores the record of the episode, without a sandbox."""
 
-    function: str
+    function: Annotated[
+        str, _must(lambda name: all(name.partition(":")), "{!r} must be written as package.module:function")
+    ]
     """`package.module:function`."""
     kind: Literal["function"] = "function"
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not all(self.function.partition(":")):
-            yield f"function: {self.function!r} must be written as package.module:function"
+
+@dataclass(frozen=True, kw_only=True)
+class _ServiceEvaluator(_Evaluator):
+    service: _Name
+    """Service of the recipe (`[services.NAME]`)."""
+    expected: str = ""
+    """Text for the service."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpEvaluator(_Evaluator):
-    """A reward server scores the record of the episode, without a sandbox; it is sent `expected`."""
+class HttpEvaluator(_ServiceEvaluator):
+    """A reward server scores the record of the episode, without a sandbox."""
 
-    service: str
-    """Service of the recipe (`[services.NAME]`)."""
-    expected: str = ""
     kind: Literal["http"] = "http"
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not self.service:
-            yield "service: is empty; name a service of the recipe"
-
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeEvaluator(_Evaluator):
-    """A model votes on the record of the episode, without a sandbox; its prompt may contain `expected`."""
+class JudgeEvaluator(_ServiceEvaluator):
+    """A model votes on the record of the episode, without a sandbox."""
 
-    service: str
-    """Service of the recipe (`[services.NAME]`)."""
-    expected: str = ""
-    judge: JudgeSpec = field(default_factory=JudgeSpec)
+    judge: Annotated[JudgeSpec, _sound(why_no_judge)] = field(default_factory=JudgeSpec)
     kind: Literal["judge"] = "judge"
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not self.service:
-            yield "service: is empty; name a service of the recipe"
-        if (reason := why_no_judge(self.judge)) is not None:
-            yield f"judge.{reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +334,9 @@ class EvaluatorPart:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    name: str
+    name: _Name
     evaluator: Annotated[_Part, Discriminator("kind")]
-    weight: float = 1.0
+    weight: Annotated[float, _must(lambda given: abs(given) <= MAX_REWARD, "{!r} must be a finite number")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,21 +346,20 @@ class SumEvaluator(_Evaluator):
     parts: tuple[EvaluatorPart, ...]
     kind: Literal["sum"] = "sum"
 
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if not self.parts:
-            yield "parts: is empty; list the evaluators of the sum"
+    def fault(self) -> str | None:
         names = [part.name for part in self.parts]
+        if not names:
+            return "parts: is empty; list the evaluators of the sum"
         for part in self.parts:
-            if not part.name or names.count(part.name) > 1:
-                yield f"parts: {part.name!r} must be a name of its own"
+            if names.count(part.name) > 1:
+                return f"parts: {part.name!r} must be a name of its own"
             if isinstance(part.evaluator, VerifierEvaluator) and part.evaluator.verifier.live:
-                yield f"parts.{part.name}: a sum has no live verifier; remove it"
-            if not abs(part.weight) <= MAX_REWARD:
-                yield f"parts.{part.name}.weight: {part.weight} must be a finite number"
-            yield from (f"parts.{part.name}.{fault}" for fault in part.evaluator.faults())
+                return f"parts.{part.name}: a sum has no live verifier; remove it"
+            if (fault := part.evaluator.fault()) is not None:
+                return f"parts.{part.name}.{fault}"
         if sum(isinstance(part.evaluator, RepositoryEvaluator) for part in self.parts) > 1:
-            yield "parts: more than one has a repository; keep one"
+            return "parts: more than one has a repository; keep one"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,25 +394,26 @@ class SimulatedVerdict:
         return json.dumps(document, sort_keys=True)
 
 
+def _verdict(expected: str) -> str:
+    try:
+        SimulatedVerdict.parse(expected)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{error}; write {{"success": 0.5, "seconds": 2}}') from error
+    return expected
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedEvaluator(_Evaluator):
     """No sandbox is used: after `seconds`, the reward is 1 with probability `success`, drawn with the attempt's name as
     the seed. Both are given in `expected`."""
 
-    expected: str
+    expected: Annotated[str, AfterValidator(_verdict)]
     kind: Literal["simulated"] = "simulated"
 
     @property
     def verdict(self) -> SimulatedVerdict:
-        """What `expected` says. Raises ValueError."""
+        """What `expected` says."""
         return SimulatedVerdict.parse(self.expected)
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        try:
-            SimulatedVerdict.parse(self.expected)
-        except (ValueError, TypeError) as error:
-            yield f'expected: {error}; write {{"success": 0.5, "seconds": 2}}'
 
 
 EvaluatorSpec: TypeAlias = Annotated[_Part | SumEvaluator | NoEvaluator | SimulatedEvaluator, Discriminator("kind")]
@@ -406,25 +422,3 @@ OF_EPISODES: Final = (AnswerEvaluator, EnvironmentEvaluator, FunctionEvaluator, 
 """Kinds that score the record of an episode: what was said, and the artifacts of its end."""
 OF_SERVICES: Final = (HttpEvaluator, JudgeEvaluator)
 """Kinds that call a service of the recipe."""
-
-
-def _odd_paths(key: str, paths: Iterable[str]) -> Iterator[str]:
-    for path in paths:
-        if not is_plain_path(path):
-            yield f"{key}: {path!r} must be an absolute path without '.' or '..'"
-
-
-def _faults_of_check(check: str) -> Iterator[str]:
-    if not check.strip():
-        yield "check: is empty; write Python that exits with 0 (solved) or 1 (not solved)"
-    try:
-        compile(check, "check", "exec")
-    except (SyntaxError, ValueError) as error:
-        yield f"check: not valid Python: {' '.join(str(error).split())}; correct it"
-
-
-def _faults_of_result(expected: str) -> Iterator[str]:
-    try:
-        json.loads(expected)
-    except ValueError as error:
-        yield f"expected: not valid JSON: {error}; write the value of `result`"

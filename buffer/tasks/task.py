@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, NewType
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
-from headrace.buffer.tasks.evaluators import EvaluatorSpec, RepositoryEvaluator, SumEvaluator
+from headrace.buffer.tasks.evaluators import EvaluatorSpec, KeyFault, RepositoryEvaluator, SumEvaluator
 from headrace.buffer.tasks.parts import (
     STRICT,
     BinaryFile,
@@ -263,6 +263,9 @@ def _explain(error: ValidationError) -> str:
             return f"{key}.kind: is missing; add it (docs/tasks.md lists all fields)"
         case "union_tag_invalid":
             return f"{key}.kind: must be one of {first['ctx']['expected_tags']}, found {first['ctx']['tag']!r}"
+        case "value_error":
+            fault = first["ctx"]["error"]
+            return f"{key}.{fault}" if isinstance(fault, KeyFault) else f"{key}: {fault}"
         case _:
             if "secret" in first["loc"]:
                 return f"{key}: {first['msg']}"
@@ -282,7 +285,7 @@ def _check_values(task: Task, *, where: str) -> None:
         if not is_plain_path(path):
             raise TaskFileError(f"{where}: files: {path!r} must be an absolute path without '.' or '..'")
     _check_parts(task, where=where)
-    if (fault := next(task.evaluator.faults(), None)) is not None:
+    if (fault := task.evaluator.fault()) is not None:
         raise TaskFileError(f"{where}: evaluator.{fault}")
 
 

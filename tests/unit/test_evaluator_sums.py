@@ -114,7 +114,10 @@ def test_checks_of_parts_may_be_references(tmp_path: Path) -> None:
             "parts.0.evaluator.kind: must be one of",
         ),
         ({"kind": "sum", "parts": [{"name": "a", "evaluator": STATE}] * 2}, "'a' must be a name of its own"),
-        ({"kind": "sum", "parts": [{"name": "a", "evaluator": STATE | {"check": ""}}]}, "parts.a.check: is empty"),
+        (
+            {"kind": "sum", "parts": [{"name": "a", "evaluator": STATE | {"check": ""}}]},
+            "parts.0.evaluator.check: is empty",
+        ),
         ({"kind": "sum", "parts": [{"name": n, "evaluator": REPOSITORY} for n in "ab"]}, "more than one has a repo"),
     ],
 )
