@@ -107,6 +107,6 @@ class RecordedStations:
         self.reports.agent = await self._stations.run_agent(order, task, sandbox, session, agent_s)
         return self.reports.agent
 
-    async def evaluate(self, request: EvaluationRequest) -> Verdict:
-        self.reports.verdict = await self._stations.evaluate(replace(request, keep=True))
+    async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict:
+        self.reports.verdict = await self._stations.evaluate(task, replace(request, keep=True))
         return self.reports.verdict

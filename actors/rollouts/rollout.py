@@ -123,7 +123,7 @@ class Stations(Protocol):
         """Run the agent, whose deadline is `agent_s`, in a sandbox if it needs one."""
         ...
 
-    async def evaluate(self, request: EvaluationRequest) -> Verdict: ...
+    async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict: ...
 
 
 class InfraFailure(Exception):
@@ -320,14 +320,15 @@ class RunningAttempt:
                 else:
                     request = EvaluationRequest(
                         key=self.key,
-                        task=self.task,
+                        task_id=self.task.id,
+                        purpose=self.order.purpose,
                         sandbox=ref,
                         episode=report.episode,
                         traceparent=traceparent_of(trace.get_current_span()),
                         agent_user=report.user,
                     )
                     began_s = self.time.now_s()
-                    verdict = await self.stations.evaluate(request)
+                    verdict = await self.stations.evaluate(self.task, request)
                     self.time.evaluated(verdict.path, began_s, verdict.ended_at_s)
                 if report.judgement is not None and verdict.reward is not None:
                     scores = report.judgement.of_tokens(verdict.reward, record.lineages)

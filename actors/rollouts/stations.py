@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self, cast
 
 from headrace.actors.agents.programs.agent import (
@@ -22,7 +21,7 @@ from headrace.actors.agents.programs.agent import (
 from headrace.actors.evaluation.by_service.scoring import score_by_service
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
 from headrace.actors.evaluation.graders.evaluator import Evaluator
-from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
+from headrace.actors.evaluation.graders.rewards import score_task
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
@@ -39,10 +38,11 @@ from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures
 from headrace.actors.services.service import Services
 from headrace.buffer.core.source_names import source_name
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.primitives.exit_stack import ResourceOwner
-from headrace.buffer.tasks.evaluators import OF_SERVICES, SumEvaluator
+from headrace.buffer.tasks.evaluators import OF_SERVICES
 from headrace.buffer.tasks.parts import TaskLimits, least
-from headrace.buffer.tasks.task import Task, TaskId, load_tasks
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.breakdown import EVALUATE_CHECK
 from headrace.buffer.trajectories.types import Purpose, RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
@@ -66,23 +66,6 @@ class SessionTerms:
 
 
 _TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_tokens")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskCatalog:
-    """Source of the tasks that orders name by id: either files, which each worker reads once, or the tasks
-    themselves."""
-
-    train: Path | Sequence[Task] = ()
-    evaluation: Path | Sequence[Task] = ()
-
-    def load(self) -> dict[tuple[Purpose, TaskId], Task]:
-        """Return all tasks keyed by purpose and id, since both sets may use the same id. Raises TaskFileError."""
-        return {
-            (purpose, task.id): task
-            for purpose, source in ((Purpose.TRAIN, self.train), (Purpose.EVALUATION, self.evaluation))
-            for task in (load_tasks(source) if isinstance(source, Path) else source)
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,16 +241,16 @@ class SourceStations:
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         return await self._shared.sessions.finish(session, conversation=conversation)
 
-    async def evaluate(self, request: EvaluationRequest) -> Verdict:
-        spec = request.task.evaluator
-        if any(isinstance(part, OF_SERVICES) for part in request.task.evaluators):
+    async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict:
+        if not any(isinstance(spec, OF_SERVICES) for spec in task.evaluators):
+            return await self._score(task, request)
+        with in_part(EVALUATE_CHECK):
+            return await score_task(task, request, self._score)
+
+    async def _score(self, task: Task, request: EvaluationRequest) -> Verdict:
+        if isinstance(task.evaluator, OF_SERVICES):
             # Scored here and not by the evaluator, since the limits and figures of services are the workers'.
-            if isinstance(spec, SumEvaluator):
-                scored = score_parts(spec, request, self.evaluate)
-            elif isinstance(spec, OF_SERVICES):
-                scored = score_by_service(spec, request, self._shared.services)
-            with in_part(EVALUATE_CHECK):
-                return with_rewards(await scored, spec.rewards)
+            return await score_by_service(task.evaluator, task, request, self._shared.services)
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
         key = f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}"
         return await self._shared.evaluations(key, request)

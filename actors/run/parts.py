@@ -35,7 +35,7 @@ from headrace.actors.record.files.run_directory import RunDirectory, identity_of
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import RolloutStore
-from headrace.actors.rollouts.stations import SessionTerms, SourceParts, TaskCatalog, WorkerParts
+from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import RunConfig, slime_terms
@@ -54,6 +54,7 @@ from headrace.actors.telemetry.spans.store import FOLDER
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.task import Task
 from headrace.policies.engine import PauseMode
 from headrace.policies.learners.config import LearnerConfig, row_limits
@@ -242,6 +243,7 @@ class RunActors(GuardedActors):
                         Evaluator,
                         self.pool,
                         self.observing,
+                        self._tasks,
                         lease_s=config.rollout.lease_s,
                         resources=unit.resources(config.cluster),
                     )

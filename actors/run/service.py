@@ -26,7 +26,6 @@ from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.housekeeping import thin_out_evaluations
 from headrace.actors.record.files.metrics import EvaluationMetric, StallMetric
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.node_drain import RunLeft, leave_node
 from headrace.actors.run.parts import Externals, RunActors, periodic_evaluations, recipe_digest, supervised_actors
@@ -48,6 +47,7 @@ from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.actors.runtime.version import RUNNING
 from headrace.actors.training.external_loop import note_trainer
 from headrace.actors.training.replay import parked_line, refuse_all_parked
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks.task import load_tasks

@@ -18,7 +18,7 @@ from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
+from headrace.actors.rollouts.stations import SourceParts, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.actors.process_tree import cpu_s
 from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
@@ -26,6 +26,7 @@ from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.tasks.evaluators import NoEvaluator
 from headrace.buffer.tasks.task import Task, TaskId
@@ -103,7 +104,9 @@ async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Mea
         replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
         await replay.open_epoch(None)
         pool = await spawn(SandboxPool, AT_ONCE, directory=directory, name="sandbox-pool")
-        evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+        evaluator = await spawn(
+            Evaluator, pool, without_spans(directory), TaskCatalog(train=directory.train_tasks), name="evaluator"
+        )
         worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
         config = DispatcherConfig(slots_per_worker=SLOTS)
         dispatcher = await spawn(Dispatcher, config, replay=replay, pool=pool, workers=[worker], name="dispatcher")

@@ -23,7 +23,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts import rollout, worker
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts
+from headrace.actors.rollouts.stations import SourceParts, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.gateway import GatewayActor
@@ -33,6 +33,7 @@ from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.task import write_tasks
 from headrace.buffer.trajectories.breakdown import OTHER, TOOL, Breakdown
 from headrace.policies.engine import EngineId
@@ -86,7 +87,7 @@ async def running(
         )
         parts = WorkerParts(
             pool=pool,
-            evaluator=await enter(Evaluator(pool, observing)),
+            evaluator=await enter(Evaluator(pool, observing, TaskCatalog(train=[task]))),
             replay=replay,
             sources={
                 "": SourceParts(

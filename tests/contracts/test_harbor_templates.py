@@ -133,8 +133,8 @@ async def ours(provider: LocalProvider, folder: Path) -> Verdict:
         # When the agent's time is over, what it has left is graded.
         with suppress(ExecTimeout):
             await sandbox.exec("bash /solution/solve.sh", timeout_s=task.limits.agent_s or 60.0)
-        request = EvaluationRequest(key="1", task=task, sandbox=ref, agent_user="root")
-        return await evaluate(request, CleanSandboxes(provider, sandbox))
+        request = EvaluationRequest(key="1", task_id=task.id, sandbox=ref, agent_user="root")
+        return await evaluate(task, request, CleanSandboxes(provider, sandbox))
     finally:
         await sandbox.kill()
 

@@ -21,6 +21,7 @@ from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.evaluators import NoEvaluator
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Outcome, RolloutId, RolloutOrder
@@ -57,9 +58,10 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
         replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
         await replay.open_epoch(None)
         pool = await spawn(SandboxPool, AT_ONCE, directory=directory, name="pool")
-        evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+        catalog = TaskCatalog(train=directory.train_tasks, evaluation=HELD_OUT)
+        evaluator = await spawn(Evaluator, pool, without_spans(directory), catalog, name="evaluator")
         parts = immediate_parts(directory, replay, pool, evaluator)
-        parts = replace(parts, tasks=replace(parts.tasks, evaluation=HELD_OUT))
+        parts = replace(parts, tasks=catalog)
         worker = await spawn(RolloutWorker, parts, name="worker")
         yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker, parts=parts)
 

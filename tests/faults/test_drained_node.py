@@ -23,6 +23,7 @@ from headrace.actors.runtime.actors.runtime import InlineRuntime
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.evaluators import NoEvaluator
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import RolloutId
@@ -87,9 +88,10 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
         replay = await spawn(Replay, buffer, directory=directory, seed=0)
         await replay.open_epoch(None)
         pool = await spawn(SandboxPool, AT_ONCE, directory=directory)
-        evaluator = await spawn(Evaluator, pool, without_spans(directory))
+        catalog = TaskCatalog(train=directory.train_tasks, evaluation=HELD_OUT)
+        evaluator = await spawn(Evaluator, pool, without_spans(directory), catalog)
         parts = immediate_parts(directory, replay, pool, evaluator)
-        parts = replace(parts, tasks=replace(parts.tasks, evaluation=HELD_OUT))
+        parts = replace(parts, tasks=catalog)
         here, elsewhere = await spawn(OnNode, parts, "n1"), await spawn(OnNode, parts, "n2")
         config = DispatcherConfig(slots_per_worker=2)
         async with Dispatcher(config, replay=replay, pool=pool, workers=[here, elsewhere]) as dispatcher:

@@ -17,6 +17,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.leases import SandboxConnections
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.buffer.tasks.evaluators import EvaluatorPart, FunctionEvaluator, SumEvaluator
 from headrace.buffer.tasks.task import Task
@@ -38,7 +39,6 @@ async def judged(folder: Path) -> AsyncIterator[Callable[[Task, str], Awaitable[
     telemetry = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=None)
     async with (
         SandboxPool(SandboxSection(), directory=directory) as pool,
-        Evaluator(pool, telemetry) as evaluator,
         SandboxConnections() as connections,
     ):
 
@@ -48,10 +48,11 @@ async def judged(folder: Path) -> AsyncIterator[Callable[[Task, str], Awaitable[
             await prepare(task, sandbox)
             await sandbox.exec(command, cwd=REPOSITORY, timeout_s=20)
             key = f"{task.evaluator.kind} {command}"
-            request = EvaluationRequest(key=key, task=task, sandbox=ref, episode=EPISODE)
-            ended = (await evaluator.begin({key: request})).ready
-            while key not in ended:
-                ended = (await evaluator.fetch([key])).ready
+            request = EvaluationRequest(key=key, task_id=task.id, sandbox=ref, episode=EPISODE)
+            async with Evaluator(pool, telemetry, TaskCatalog(train=[task])) as evaluator:
+                ended = (await evaluator.begin({key: request})).ready
+                while key not in ended:
+                    ended = (await evaluator.fetch([key])).ready
             verdict = ended[key]
             assert isinstance(verdict, Verdict), verdict
             return verdict

@@ -27,8 +27,8 @@ async def reward_of(provider: LocalProvider, task: Task, solution: str) -> float
     sandbox = await provider.attach(ref)
     try:
         await sandbox.exec(solution, timeout_s=20)
-        request = EvaluationRequest(key="1", task=task, sandbox=ref, agent_user="root")
-        return (await evaluate(request, CleanSandboxes(provider, sandbox))).reward
+        request = EvaluationRequest(key="1", task_id=task.id, sandbox=ref, agent_user="root")
+        return (await evaluate(task, request, CleanSandboxes(provider, sandbox))).reward
     finally:
         await sandbox.kill()
 

@@ -30,7 +30,9 @@ async def verdict_on(provider: LocalProvider, task: Task, command: str) -> Verdi
     try:
         await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
         await sandbox.exec(command, cwd="/workspace", timeout_s=20)
-        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), CleanSandboxes(provider, sandbox))
+        return await evaluate(
+            task, EvaluationRequest(key="1", task_id=task.id, sandbox=ref), CleanSandboxes(provider, sandbox)
+        )
     finally:
         await sandbox.kill()
 

@@ -74,32 +74,32 @@ class Greeter:
         return AgentReport(stop=StopReason.FINISHED, turns=0)
 
 
-async def by_length(request, sandboxes):
+async def by_length(task, request, sandboxes):
     """The longer the greeting, the better."""
     mount = FrozenMount(source=request.sandbox.id, path="/workspace", target="/workspace")
-    async with sandboxes.clean(SandboxSpec(image=request.task.image, mounts=(mount,))) as sandbox:
+    async with sandboxes.clean(SandboxSpec(image=task.image, mounts=(mount,))) as sandbox:
         greeting = await sandbox.read("/workspace/greeting", max_bytes=1000)
     return rewarded(len(greeting) / 10, solved=None)
 
 
-async def raises(request, sandboxes):
+async def raises(task, request, sandboxes):
     raise KeyError("reward")
 
 
-async def never(request, sandboxes):
+async def never(task, request, sandboxes):
     await asyncio.Event().wait()
 
 
-async def expects_a_file(request, sandboxes):
-    async with sandboxes.clean(SandboxSpec(image=request.task.image)) as sandbox:
+async def expects_a_file(task, request, sandboxes):
+    async with sandboxes.clean(SandboxSpec(image=task.image)) as sandbox:
         await sandbox.read("/workspace/absent", max_bytes=10)
 
 
-async def number(request, sandboxes):
+async def number(task, request, sandboxes):
     return 1.0
 
 
-async def infinite(request, sandboxes):
+async def infinite(task, request, sandboxes):
     from headrace.actors.evaluation.graders.verdict import Verdict
     from headrace.buffer.trajectories.types import Cause
     return Verdict(reward=float("inf"), cause=Cause.SOLVED, solved=True)
@@ -152,7 +152,8 @@ async def test_the_examples_in_the_docs_work(tmp_path: Path, monkeypatch: pytest
         session = Says("printf '%0120d' 0 > text")
         report = await agent.run(session=session, sandbox=sandbox, task=long)  # type: ignore[arg-type]
         sandboxes = CleanSandboxes(provider, sandbox)
-        found = await evaluate(EvaluationRequest(key="1", task=long, sandbox=ref), sandboxes)
+        request = EvaluationRequest(key="1", task_id=long.id, sandbox=ref)
+        found = await evaluate(long, request, sandboxes)
     assert (report.turns, found.reward, found.solved) == (1, pytest.approx(1.2), True)
     (tmp_path / "rows").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "why?"}\n')
     done = convert(tmp_path / "rows", tmp_path / "out", form="forms:questions", settings={"family": "sums"})
@@ -177,7 +178,9 @@ async def verdict(plugin: str, **evaluator: Any) -> Any:
         sandbox = await provider.attach(ref)
         greet = task(plugin, **evaluator)
         await agent.run(session=None, sandbox=sandbox, task=greet)  # type: ignore[arg-type]
-        return await evaluate(EvaluationRequest(key="1", task=greet, sandbox=ref), CleanSandboxes(provider, sandbox))
+        return await evaluate(
+            greet, EvaluationRequest(key="1", task_id=greet.id, sandbox=ref), CleanSandboxes(provider, sandbox)
+        )
 
 
 async def test_an_agent_and_an_evaluator_can_come_from_another_package() -> None:

@@ -21,6 +21,7 @@ from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.leases import SandboxConnections
 from headrace.actors.runtime.pools.providers import check_provider
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.evaluators import StateEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.tasks.verifiers import VerifierForm, VerifierSpec
@@ -86,7 +87,8 @@ async def opened(section: SandboxSection, folder: Path) -> AsyncIterator[tuple[S
     directory = RunDirectory(path=folder / "run")
     directory.path.mkdir()
     telemetry = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=None)
-    async with SandboxPool(section, directory=directory) as pool, Evaluator(pool, telemetry) as evaluator:
+    tasks = TaskCatalog(train=[TASK, LIVE])
+    async with SandboxPool(section, directory=directory) as pool, Evaluator(pool, telemetry, tasks) as evaluator:
         yield pool, evaluator
 
 
@@ -111,7 +113,7 @@ async def verdicts(pool: SandboxPool, evaluator: Evaluator, *answers: str, task:
             [ref] = await pool.lease([SandboxSpec()])
             sandbox = await connections.attach(ref)
             await sandbox.exec(f"printf {answer} > /workspace/answer", timeout_s=20)
-            requests[answer] = EvaluationRequest(key=answer, task=task, sandbox=ref)
+            requests[answer] = EvaluationRequest(key=answer, task_id=task.id, sandbox=ref)
         ended = (await evaluator.begin(requests)).ready
         while len(ended) < len(answers):
             ended |= (await evaluator.fetch([key for key in requests if key not in ended])).ready

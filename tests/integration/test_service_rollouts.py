@@ -15,13 +15,14 @@ from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.rollout import RolloutConfig, RunningAttempt
-from headrace.actors.rollouts.stations import SourceParts, TaskCatalog, WorkerParts, WorkerStations
+from headrace.actors.rollouts.stations import SourceParts, WorkerParts, WorkerStations
 from headrace.actors.runtime.pools.config import SandboxSection
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
 from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.evaluators import (
     EvaluatorPart,
     EvaluatorSpec,
@@ -51,10 +52,21 @@ HTTP = HttpEvaluator(service="grader", rewards=RewardMap(solved=2.0, failed=-2.0
 JUDGE = JudgeEvaluator(service="judge", judge=JudgeSpec(votes=2))
 
 
-def order(number: int) -> RolloutOrder:
-    return RolloutOrder(
-        rollout_id=RolloutId(f"r{number}"), group_id=GroupId(f"g{number}"), task_id=TaskId("t"), attempt=0
-    )
+def sum_of(**parts: EvaluatorSpec) -> EvaluatorSpec:
+    named = tuple(EvaluatorPart(name=name, evaluator=spec, weight=0.5) for name, spec in parts.items())
+    return SumEvaluator(parts=named)
+
+
+BOTH = sum_of(file=WROTE_42, server=HTTP, vote=JUDGE, again=WROTE_42)
+FILE_AND_SERVER = sum_of(file=WROTE_42, server=HTTP)
+TASKS = [
+    Task(id=TaskId(f"t{number}"), family="f", instruction="write 42", evaluator=spec)
+    for number, spec in enumerate((HTTP, JUDGE, BOTH, FILE_AND_SERVER))
+]
+
+
+def order(number: int, task: Task) -> RolloutOrder:
+    return RolloutOrder(rollout_id=RolloutId(f"r{number}"), group_id=GroupId(f"g{number}"), task_id=task.id, attempt=0)
 
 
 @asynccontextmanager
@@ -82,7 +94,7 @@ async def worker(
         )
         parts = WorkerParts(
             pool=pool,
-            evaluator=await enter(Evaluator(pool, observing)),
+            evaluator=await enter(Evaluator(pool, observing, TaskCatalog(train=TASKS))),
             replay=await enter(Replay(BufferConfig(batch_size=2, group_size=2), directory=directory, seed=0)),
             sources={
                 "": SourceParts(
@@ -108,20 +120,16 @@ async def worker(
         async def rolled_out(evaluator: EvaluatorSpec, evaluate_s: float = 90.0) -> RolloutResult:
             nonlocal ran
             ran += 1
-            task = Task(id=TaskId("t"), family="f", instruction="write 42", evaluator=evaluator)
+            [task] = [task for task in TASKS if task.evaluator == evaluator]
             own = stations.of(task.id)
-            return await RunningAttempt(order(ran), task, own, RolloutConfig(evaluate_timeout_s=evaluate_s)).run()
+            attempt = order(ran, task)
+            return await RunningAttempt(attempt, task, own, RolloutConfig(evaluate_timeout_s=evaluate_s)).run()
 
         yield rolled_out, stations
 
 
 def table(kind: ServiceKind, url: str) -> ServiceConfig:
     return ServiceConfig(kind=kind, url=url, timeout_s=1.0, retry=RetrySection(attempts=2, total_s=5.0))
-
-
-def sum_of(**parts: EvaluatorSpec) -> EvaluatorSpec:
-    named = tuple(EvaluatorPart(name=name, evaluator=spec, weight=0.5) for name, spec in parts.items())
-    return SumEvaluator(parts=named)
 
 
 async def test_rollouts_are_scored_by_a_server_and_a_judge_or_not_at_all(tmp_path: Path) -> None:
@@ -141,12 +149,12 @@ async def test_rollouts_are_scored_by_a_server_and_a_judge_or_not_at_all(tmp_pat
             assert [name for name, _ in alone.phases_s][-2:] == ["service.grader", "evaluate"]
             assert dict(alone.phases_s)["service.grader"] > 0
 
-            both = await rolled_out(sum_of(file=WROTE_42, server=HTTP, vote=JUDGE, again=WROTE_42))
+            both = await rolled_out(BOTH)
             assert (both.outcome.reward, both.outcome.solved) == (0.5 * (1.0 + 2.0 + 0.5 + 1.0), True), both.outcome
             assert grader.requests[-1]["key"] == "r2.0.server"
 
             grader.script[:] = [answer_with({"reward": "much"})]
-            nonsense = await rolled_out(sum_of(file=WROTE_42, server=HTTP))
+            nonsense = await rolled_out(FILE_AND_SERVER)
             assert (nonsense.outcome.reward, nonsense.outcome.cause) == (None, Cause.EVALUATOR)
             assert "server: service grader: evaluator error: the reward is not a number" in nonsense.outcome.detail
 

@@ -76,7 +76,9 @@ async def verdict_on(
     try:
         await sandbox.write_many(await task_files(task))
         await sandbox.exec(command, cwd="/workspace", timeout_s=20)
-        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), sandboxes(provider, sandbox))
+        return await evaluate(
+            task, EvaluationRequest(key="1", task_id=task.id, sandbox=ref), sandboxes(provider, sandbox)
+        )
     finally:
         await sandbox.kill()
 

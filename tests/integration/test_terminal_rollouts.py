@@ -47,7 +47,9 @@ async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
         session = AgentSession(base_url="", chat=chat)
         report = await shell_agent(ShellAgentConfig()).run(session=session, sandbox=sandbox, task=task)
         assert report.stop is StopReason.FINISHED
-        verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), CleanSandboxes(provider, sandbox))
+        verdict = await evaluate(
+            task, EvaluationRequest(key="1", task_id=task.id, sandbox=ref), CleanSandboxes(provider, sandbox)
+        )
         await sandbox.kill()
     return chat.seen, verdict
 

@@ -98,8 +98,8 @@ async def verdict_on(
         ready = await sandbox.exec(f"chown -R agent /workspace; {before}", timeout_s=20)
         assert ready.exit_code == 0, ready
         await sandbox.exec(command, cwd="/workspace", user=user, timeout_s=20)
-        request = EvaluationRequest(key="1", task=task, sandbox=ref, agent_user=user)
-        return await evaluate(request, CleanSandboxes(provider, sandbox))
+        request = EvaluationRequest(key="1", task_id=task.id, sandbox=ref, agent_user=user)
+        return await evaluate(task, request, CleanSandboxes(provider, sandbox))
     finally:
         await sandbox.kill()
 
@@ -342,7 +342,7 @@ async def test_an_agent_in_a_terminal_cannot_print_its_way_to_a_reward(provider:
     for command in (ATTACKS["markers"], ATTACKS["background writer"], "trap 'exec bash' EXIT"):
         await episode.act(Action(name="run", arguments={"command": command}))
     await episode.close()
-    request = EvaluationRequest(key="1", task=task, sandbox=ref, agent_user="agent")
-    verdict = await evaluate(request, CleanSandboxes(provider, sandbox))
+    request = EvaluationRequest(key="1", task_id=task.id, sandbox=ref, agent_user="agent")
+    verdict = await evaluate(task, request, CleanSandboxes(provider, sandbox))
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
     await sandbox.kill()

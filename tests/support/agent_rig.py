@@ -208,7 +208,7 @@ class Stations:
         self.records.append(record)
         return record
 
-    async def evaluate(self, request: EvaluationRequest) -> Verdict:
+    async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict:
         return Verdict(reward=1.0, solved=True, cause=Cause.SOLVED)
 
 

@@ -99,6 +99,8 @@ async def verdict_on(provider: LocalProvider, task: Task, command: str, *, user:
     try:
         await prepare(task, sandbox)
         await sandbox.exec(command, cwd=REPO, user=user, timeout_s=30)
-        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), PytestSandboxes(provider, sandbox))
+        return await evaluate(
+            task, EvaluationRequest(key="1", task_id=task.id, sandbox=ref), PytestSandboxes(provider, sandbox)
+        )
     finally:
         await sandbox.kill()

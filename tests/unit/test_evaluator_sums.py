@@ -47,7 +47,9 @@ async def scored(function: str, *, timeout_s: float = 20.0, episode: EpisodeReco
     name = f"support.scoring_functions:{function}"
     spec = FunctionEvaluator(function=name, timeout_s=timeout_s)
     task = Task(id=TaskId("one"), family="words", instruction="do it", evaluator=spec)
-    return await score_by_function(spec, EvaluationRequest(key="1", task=task, sandbox=NO_SANDBOX, episode=episode))
+    return await score_by_function(
+        spec, task, EvaluationRequest(key="1", task_id=task.id, sandbox=NO_SANDBOX, episode=episode)
+    )
 
 
 RECORD = EpisodeRecord(

@@ -11,12 +11,12 @@ import pytest
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import RunActors, periodic_evaluations
 from headrace.actors.runtime.actors.call_guard import AwakeClock, guard
 from headrace.actors.runtime.actors.operations import ABSENCE
 from headrace.actors.simulation.virtual.virtual_time import VirtualTimeLoop, run_virtual
+from headrace.buffer.core.task_catalog import TaskCatalog
 
 HANG_S = 60.0
 RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "simulated.toml"

@@ -19,7 +19,7 @@ from headrace.actors.rollouts.answers import answer_id, read_answers
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, evaluation_order
 from headrace.actors.rollouts.records import EvaluationRecords, RolloutStore
-from headrace.actors.rollouts.stations import TaskCatalog, WorkerParts
+from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.runtime.actors.runtime import InlineRuntime
@@ -27,6 +27,7 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.evaluators import NoEvaluator
 from headrace.buffer.tasks.task import Task, TaskId, tasks_digest, write_tasks
 from headrace.buffer.trajectories.types import Purpose
@@ -99,13 +100,14 @@ async def opened(path: Path, tasks: Sequence[Task] = (), *, trains: bool = True)
             replay = await spawn(EvaluationRecords, name="records")
         section = AT_ONCE.model_copy(update={"pool": PoolConfig(max_live=12, evaluation_reserve=2)})
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
-        evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+        catalog = TaskCatalog(train=directory.train_tasks, evaluation=tuple(tasks))
+        evaluator = await spawn(Evaluator, pool, without_spans(directory), catalog, name="evaluator")
         parts: WorkerParts = immediate_parts(directory, replay, pool, evaluator)
         parts = replace(
             parts,
             sources={"": replace(parts.sources[""], agent=agent)},
             evaluations=folders,
-            tasks=replace(parts.tasks, evaluation=tuple(tasks)),
+            tasks=catalog,
         )
         worker = await spawn(RolloutWorker, parts, name="worker")
         yield Actors(

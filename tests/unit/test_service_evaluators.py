@@ -29,7 +29,7 @@ from headrace.actors.evaluation.graders.verdict import (
 from headrace.actors.services.chat import ChatCall
 from headrace.actors.services.clients import ServiceClients, refuse_silent_services
 from headrace.actors.services.config import RetrySection, ServiceConfig, ServiceKind
-from headrace.actors.services.service import NO_SERVICES, ServiceDown
+from headrace.actors.services.service import NO_SERVICES, ServiceDown, Services
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.evaluators import HttpEvaluator, JudgeEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, JudgeSpec
@@ -57,10 +57,20 @@ ASKED = HttpEvaluator(service="it", expected="42")
 JUDGED = JudgeEvaluator(service="it", expected="42")
 
 
-def request(spec: HttpEvaluator | JudgeEvaluator, episode: EpisodeRecord | None = RECORD) -> EvaluationRequest:
+def task_with(spec: HttpEvaluator | JudgeEvaluator) -> Task:
     environment = EnvironmentSpec(kind="shell", given={"level": 3}, secret={"goal": "secret goal"})
-    task = Task(id=TaskId("one"), family="sums", instruction="6 times 7?", evaluator=spec, environment=environment)
-    return EvaluationRequest(key="r1.0", task=task, sandbox=NO_SANDBOX, episode=episode)
+    return Task(id=TaskId("one"), family="sums", instruction="6 times 7?", evaluator=spec, environment=environment)
+
+
+REQUEST = EvaluationRequest(key="r1.0", task_id=TaskId("one"), sandbox=NO_SANDBOX, episode=RECORD)
+
+
+async def score(spec: HttpEvaluator | JudgeEvaluator, services: Services, **changes: Any) -> Verdict:
+    return await score_by_service(spec, task_with(spec), replace(REQUEST, **changes), services)
+
+
+def prompt_of(spec: JudgeEvaluator = JUDGED, episode: EpisodeRecord = RECORD, **changes: Any) -> str:
+    return judge_prompt(spec, task_with(spec), replace(REQUEST, **changes), episode)
 
 
 def config_of(url: str, kind: ServiceKind, **more: Any) -> ServiceConfig:
@@ -75,13 +85,13 @@ async def clients_of(service: ScriptedService, kind: ServiceKind, **more: Any) -
 
 async def scored(service: ScriptedService, **more: Any) -> Verdict:
     async with clients_of(service, ServiceKind.REWARD, **more) as clients:
-        return await score_by_service(ASKED, request(ASKED), clients)
+        return await score(ASKED, clients)
 
 
 async def judged(service: ScriptedService, judge: JudgeSpec | None = None, **more: Any) -> Verdict:
     async with clients_of(service, ServiceKind.MODEL) as clients:
         spec = replace(JUDGED, judge=judge or JudgeSpec())
-        return await score_by_service(spec, replace(request(spec), **more), clients)
+        return await score(spec, clients, **more)
 
 
 def reward_server_of_the_page() -> web.Application:
@@ -100,9 +110,9 @@ async def test_the_reward_server_of_the_page_works() -> None:
         with pytest.raises(ConfigError, match=r"service it: .*/scroe answered GET with 404.*correct services\.it\.url"):
             await refuse_silent_services(wrong)
         async with ServiceClients(configs) as clients:
-            right = await score_by_service(ASKED, request(ASKED), clients)
+            right = await score(ASKED, clients)
             other = replace(ASKED, expected="43")
-            false = await score_by_service(other, request(other), clients)
+            false = await score(other, clients)
     assert (right.reward, right.solved, right.cause) == (1.0, True, Cause.SOLVED)
     assert (false.reward, false.solved, false.cause) == (0.0, False, Cause.FAILED)
     assert "42" in right.detail
@@ -183,7 +193,7 @@ async def test_a_reward_that_is_none_is_the_evaluators_fault(answer: Mapping[str
 
 async def test_an_agent_without_a_record_is_no_reward() -> None:
     for spec in (ASKED, JUDGED):
-        verdict = await score_by_service(spec, request(spec, episode=None), NO_SERVICES)
+        verdict = await score(spec, NO_SERVICES, episode=None)
         assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR)
 
 
@@ -247,8 +257,7 @@ async def test_a_judge_that_is_down_is_an_outage() -> None:
 
 
 def test_the_prompt_has_borders_that_the_agent_cannot_write() -> None:
-    asked = request(JUDGED)
-    prompt = judge_prompt(JUDGED, asked, RECORD)
+    prompt = prompt_of()
     assert "6 times 7?" in prompt
     assert 'run {"a": 1}' in prompt
     assert "# Expected result\n42" in prompt
@@ -257,20 +266,20 @@ def test_the_prompt_has_borders_that_the_agent_cannot_write() -> None:
     assert [line for line in prompt.splitlines() if border in line] == [
         f"--- {border} {author} ---" for author in ("task", "agent", "environment", "agent", "end")
     ]
-    assert border not in judge_prompt(JUDGED, replace(asked, key="r2.0"), RECORD)
-    assert "Expected" not in judge_prompt(JudgeEvaluator(service="it"), asked, RECORD)
-    cut = judge_prompt(replace(JUDGED, judge=JudgeSpec(characters=60)), asked, RECORD)
+    assert border not in prompt_of(key="r2.0")
+    assert "Expected" not in prompt_of(JudgeEvaluator(service="it"))
+    cut = prompt_of(replace(JUDGED, judge=JudgeSpec(characters=60)))
     assert "(the beginning is left out)" in cut
     assert "Let me see." not in cut
-    own = judge_prompt(replace(JUDGED, judge=JudgeSpec(template="{{ artifacts.note }}: {{ highest }}")), asked, RECORD)
+    own = prompt_of(replace(JUDGED, judge=JudgeSpec(template="{{ artifacts.note }}: {{ highest }}")))
     assert own == "done: 1"
     with pytest.raises(EvaluatorFault, match=r"evaluator\.judge\.template: .*no attribute 'absent'"):
-        judge_prompt(replace(JUDGED, judge=JudgeSpec(template="{{ artifacts.absent }}")), asked, RECORD)
+        prompt_of(replace(JUDGED, judge=JudgeSpec(template="{{ artifacts.absent }}")))
 
 
 def test_text_of_the_agent_is_not_a_template() -> None:
     episode = EpisodeRecord(parts=(SpokenPart(source=Source.POLICY, text="{{ expected }}"),))
-    assert "{{ expected }}" in judge_prompt(JUDGED, request(JUDGED), episode)
+    assert "{{ expected }}" in prompt_of(episode=episode)
 
 
 def task_of(evaluator: Mapping[str, Any], folder: Path, **fields: Any) -> Task:
@@ -364,8 +373,8 @@ def test_a_number_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 async def test_a_reward_server_of_another_package_scores() -> None:
     services = {"it": OUTSIDE}
-    refuse_unoffered(check_service_evaluators([request(ASKED).task], services, 90.0), services)
+    refuse_unoffered(check_service_evaluators([task_with(ASKED)], services, 90.0), services)
     async with ServiceClients({"it": OUTSIDE}) as clients:
-        verdict = await score_by_service(ASKED, request(ASKED), clients)
+        verdict = await score(ASKED, clients)
         assert clients.figures()["it"].totals.calls == 1
     assert verdict.reward == 4.0

@@ -294,9 +294,9 @@ def test_rewards_follow_the_difficulty_of_the_task_and_repeat() -> None:
     async def main() -> None:
         sandbox = SandboxRef(provider="simulated", id=SandboxId("s"), endpoint="", secret="")
         for task in simulated_tasks(0, 3, evaluate_s=2.0):
-            requests = [EvaluationRequest(key=f"r{n}.1", task=task, sandbox=sandbox) for n in range(400)]
+            requests = [EvaluationRequest(key=f"r{n}.1", task_id=task.id, sandbox=sandbox) for n in range(400)]
             began_s = asyncio.get_running_loop().time()
-            score = partial(simulated_verdict, task.evaluator)
+            score = partial(simulated_verdict, task.evaluator, task)
             rewards = [verdict.reward for verdict in await asyncio.gather(*map(score, requests))]
             assert asyncio.get_running_loop().time() == began_s + 2.0
             assert rewards == [verdict.reward for verdict in await asyncio.gather(*map(score, requests))]

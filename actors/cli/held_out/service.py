@@ -18,7 +18,6 @@ from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import EvaluationRecords
-from headrace.actors.rollouts.stations import TaskCatalog
 from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import RunActors, supervised_actors
@@ -28,6 +27,7 @@ from headrace.actors.run.supervision import STATUS_TIMEOUT_S, or_none, snapshot_
 from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import Runtime
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learner import WeightsSnapshot

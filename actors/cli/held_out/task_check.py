@@ -19,7 +19,7 @@ from headrace.actors.cli.held_out.task_solutions import HARBOR_FOLDER, SOLUTION,
 from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import prepare
-from headrace.actors.evaluation.graders.rewards import score_parts
+from headrace.actors.evaluation.graders.rewards import score_task
 from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.evaluators import (
@@ -29,7 +29,6 @@ from headrace.buffer.tasks.evaluators import (
     NoEvaluator,
     RepositoryEvaluator,
     SimulatedEvaluator,
-    SumEvaluator,
     VerifierEvaluator,
 )
 from headrace.buffer.tasks.task import Task
@@ -165,11 +164,9 @@ async def _verdict_on(provider: LocalProvider, task: Task, solution: Solution | 
         if solution is not None:
             timeout_s = task.limits.agent_s or SOLUTION_S
             said = await _apply(solution, sandbox, user=user, folder=folder, timeout_s=timeout_s)
-        request = EvaluationRequest(key=task.id, task=task, sandbox=ref, agent_user=user)
+        request = EvaluationRequest(key=task.id, task_id=task.id, sandbox=ref, agent_user=user)
         score = partial(evaluate, sandboxes=ProviderSandboxes(provider, sandbox))
-        verdict = await (
-            score_parts(evaluator, request, score) if isinstance(evaluator, SumEvaluator) else score(request)
-        )
+        verdict = await score_task(task, request, score)
         return replace(verdict, detail=join_details(said, verdict.detail))
     finally:
         await asyncio.shield(sandbox.kill())

@@ -27,6 +27,7 @@ from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import HelperModel, ServiceDown
 from headrace.actors.services.templates import filled
 from headrace.buffer.tasks.evaluators import JudgeEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import without_surrogates
 
 TEMPLATE: Final = """\
@@ -62,12 +63,12 @@ class _Vote:
 
 
 async def score_by_votes(
-    spec: JudgeEvaluator, request: EvaluationRequest, episode: EpisodeRecord, model: HelperModel
+    spec: JudgeEvaluator, task: Task, request: EvaluationRequest, episode: EpisodeRecord, model: HelperModel
 ) -> Verdict:
     """Return the mean of the votes that there are. Raises ServiceDown if every vote was lost to an outage,
     EvaluatorFault if none that came is usable."""
     judge = spec.judge
-    prompt = judge_prompt(spec, request, episode)
+    prompt = judge_prompt(spec, task, request, episode)
 
     async def voted(number: int) -> _Vote:
         try:
@@ -99,7 +100,7 @@ async def score_by_votes(
     return replace(verdict, log=printed(*(vote.said for vote in votes))) if request.keep else verdict
 
 
-def judge_prompt(spec: JudgeEvaluator, request: EvaluationRequest, episode: EpisodeRecord) -> str:
+def judge_prompt(spec: JudgeEvaluator, task: Task, request: EvaluationRequest, episode: EpisodeRecord) -> str:
     """Return the prompt for a judge. Raises EvaluatorFault if its template needs an artifact that there is not."""
     judge = spec.judge
     # Unknown to the agent, and the same when the evaluation is repeated.
@@ -112,7 +113,7 @@ def judge_prompt(spec: JudgeEvaluator, request: EvaluationRequest, episode: Epis
     if len(conversation) > judge.characters:
         conversation = f"(the beginning is left out)\n{conversation[-judge.characters :]}"
     values = {
-        "instruction": request.task.instruction,
+        "instruction": task.instruction,
         "conversation": conversation,
         "expected": spec.expected,
         "artifacts": dict(episode.artifacts),

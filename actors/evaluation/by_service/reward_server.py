@@ -19,12 +19,12 @@ from headrace.buffer.trajectories.sanitizer import without_surrogates
 
 
 async def score_by_server(
-    spec: HttpEvaluator, request: EvaluationRequest, episode: EpisodeRecord, server: RewardServer
+    spec: HttpEvaluator, task: Task, request: EvaluationRequest, episode: EpisodeRecord, server: RewardServer
 ) -> Verdict:
     """Return the verdict of a reward server. Raises ServiceDown, EvaluatorFault."""
     document = {
         "key": request.key,
-        "task": shown_task(request.task, spec.expected),
+        "task": shown_task(task, spec.expected),
         "episode": without_surrogates(document_of(episode)),
     }
     return rewarded_by(await server.score(document))

@@ -79,14 +79,14 @@ def refuse_unoffered(users: ServiceUsers, services: Mapping[str, ServiceConfig])
 
 
 async def score_by_service(
-    spec: HttpEvaluator | JudgeEvaluator, request: EvaluationRequest, services: Services
+    spec: HttpEvaluator | JudgeEvaluator, task: Task, request: EvaluationRequest, services: Services
 ) -> Verdict:
     """Score a rollout by a service. Raises ServiceDown."""
     if request.episode is None:
         return broken(f"the evaluator `{spec.kind}` needs the record of a loop agent; set agent.kind to loop")
     try:
         if isinstance(spec, HttpEvaluator):
-            return await score_by_server(spec, request, request.episode, services.reward(spec.service))
-        return await score_by_votes(spec, request, request.episode, services.model(spec.service))
+            return await score_by_server(spec, task, request, request.episode, services.reward(spec.service))
+        return await score_by_votes(spec, task, request, request.episode, services.model(spec.service))
     except EvaluatorFault as error:
         return broken(clean_text(f"service {spec.service}: {error}"))

@@ -74,26 +74,26 @@ def verdict_of_environment(request: EvaluationRequest) -> Verdict:
 
 
 async def evaluate(
-    request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines | None = None
+    task: Task, request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines | None = None
 ) -> Verdict:
     """Score one rollout. `baselines` keeps what was found without changes. Sandbox errors become
     verdicts with cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
     has_files = request.sandbox != NO_SANDBOX
-    if not has_files and not isinstance(request.task.evaluator, PluginEvaluator):
-        return broken(f"the evaluator {request.task.evaluator.kind} needs the files of a sandbox, and there is none")
+    if not has_files and not isinstance(task.evaluator, PluginEvaluator):
+        return broken(f"the evaluator {task.evaluator.kind} needs the files of a sandbox, and there is none")
     try:
-        if has_files and not is_live(request.task):
+        if has_files and not is_live(task):
             await sandboxes.freeze(request.sandbox.id)
-        verdict = await _score(request, sandboxes, baselines)
+        verdict = await _score(task, request, sandboxes, baselines)
         if verdict.cause is Cause.EVALUATOR:
-            verdict = await _blame(request, sandboxes, baselines, verdict)
+            verdict = await _blame(task, request, sandboxes, baselines, verdict)
         # The detail is written to ledger, spans and JSON, which refuse lone surrogates.
         verdict = replace(verdict, detail=clean_text(verdict.detail))
         if not request.keep:
             return replace(verdict, log="", patch="")
-        if isinstance(request.task.evaluator, StateEvaluator | VerifierEvaluator) and not is_live(request.task):
-            return await _with_patch(request, sandboxes, verdict)
+        if isinstance(task.evaluator, StateEvaluator | VerifierEvaluator) and not is_live(task):
+            return await _with_patch(task, request, sandboxes, verdict)
         return verdict
     except FrozenPathRefused as error:
         return failed(f"a data path was removed or is of a different type: {error}")
@@ -108,30 +108,29 @@ def is_live(task: Task) -> bool:
     return isinstance(task.evaluator, VerifierEvaluator) and task.evaluator.verifier.live
 
 
-async def _with_patch(request: EvaluationRequest, sandboxes: CleanSandboxes, verdict: Verdict) -> Verdict:
+async def _with_patch(task: Task, request: EvaluationRequest, sandboxes: CleanSandboxes, verdict: Verdict) -> Verdict:
     """Collect the patch for a task that is scored by its state. The patch is only for the record, so errors do not
     change the verdict."""
     try:
-        async with sandboxes.clean(spec_with_data(request)) as sandbox:
-            patch = await collect_patch(request.task, sandbox)
+        async with sandboxes.clean(spec_with_data(task, request)) as sandbox:
+            patch = await collect_patch(task, sandbox)
     except (PatchRefused, SandboxError) as error:
         return replace(verdict, log=printed(verdict.log, f"the agent's files cannot be turned into a patch: {error}"))
-    return replace(verdict, log=printed(verdict.log, summary(patch.dropped)), patch=patch.as_diff(request.task))
+    return replace(verdict, log=printed(verdict.log, summary(patch.dropped)), patch=patch.as_diff(task))
 
 
 async def _blame(
-    request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines, first: Verdict
+    task: Task, request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines, first: Verdict
 ) -> Verdict:
     """Decide what broke the check: the evaluator (if the check breaks on untouched files too), chance, or the agent.
     Raises SandboxError, EvaluatorFault."""
-    task = request.task
     if isinstance(task.evaluator, PluginEvaluator):
         # Evaluators of other packages cannot score untouched files.
         return first
     untouched = await baselines.verdict(task, lambda: _score_untouched(task, sandboxes, baselines))
     if untouched.cause is Cause.EVALUATOR:
         return first
-    again = await _score(request, sandboxes, baselines)
+    again = await _score(task, request, sandboxes, baselines)
     if again.cause is not Cause.EVALUATOR:
         return again
     blamed = invalid(f"only the agent's files break the check: {again.detail}")
@@ -150,32 +149,32 @@ async def _score_untouched(task: Task, sandboxes: AgentSandboxes, baselines: Bas
     return await _check_files(spec, files, clean_spec(task), sandboxes)
 
 
-async def _score(request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:
+async def _score(task: Task, request: EvaluationRequest, sandboxes: AgentSandboxes, baselines: Baselines) -> Verdict:
     """Score the agent's files once; a broken check yields cause evaluator. Raises SandboxError, EvaluatorFault."""
-    match request.task.evaluator:
+    match task.evaluator:
         case StateEvaluator() as spec:
             hidden = {path: text.encode() for path, text in spec.hidden_files.items()}
-            return await _check_files(spec, hidden, spec_with_data(request), sandboxes)
+            return await _check_files(spec, hidden, spec_with_data(task, request), sandboxes)
         case PatchEvaluator() | CompareEvaluator() as spec:
-            return await _score_patch(spec, request, sandboxes)
+            return await _score_patch(spec, task, request, sandboxes)
         case RepositoryEvaluator():
-            return await score_repository(request, sandboxes, baselines)
+            return await score_repository(task, request, sandboxes, baselines)
         case VerifierEvaluator():
-            return await score_verifier(request, sandboxes)
+            return await score_verifier(task, request, sandboxes)
         case PluginEvaluator() as spec:
-            return await score_by_plugin(spec, request, sandboxes)
+            return await score_by_plugin(spec, task, request, sandboxes)
         case spec:
             raise TypeError(f"the kind {spec.kind} is not scored by files")
 
 
 async def _score_patch(
-    spec: PatchEvaluator | CompareEvaluator, request: EvaluationRequest, sandboxes: CleanSandboxes
+    spec: PatchEvaluator | CompareEvaluator, task: Task, request: EvaluationRequest, sandboxes: CleanSandboxes
 ) -> Verdict:
     async def collect(untouched: bool) -> Patch:
-        async with sandboxes.clean(clean_spec(request.task) if untouched else spec_with_data(request)) as sandbox:
+        async with sandboxes.clean(clean_spec(task) if untouched else spec_with_data(task, request)) as sandbox:
             if untouched:
-                await sandbox.write_many(await task_files(request.task))
-            return await collect_patch(request.task, sandbox)
+                await sandbox.write_many(await task_files(task))
+            return await collect_patch(task, sandbox)
 
     try:
         patch = await collect_twice(collect)
@@ -183,10 +182,10 @@ async def _score_patch(
         return invalid(str(error))
     left = patch
     if isinstance(spec, CompareEvaluator):
-        patch = patch.filtered(request.task, spec.test_files)
-    files = patch.applied_to(await task_files(request.task), spec.hidden_files)
-    verdict = await _check_files(spec, files, clean_spec(request.task), sandboxes)
-    diff = left.as_diff(request.task) if request.keep else ""
+        patch = patch.filtered(task, spec.test_files)
+    files = patch.applied_to(await task_files(task), spec.hidden_files)
+    verdict = await _check_files(spec, files, clean_spec(task), sandboxes)
+    diff = left.as_diff(task) if request.keep else ""
     return replace(verdict, detail=join_details(verdict.detail, summary(patch.dropped)), patch=diff)
 
 

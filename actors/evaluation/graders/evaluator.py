@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from opentelemetry import trace
@@ -17,7 +18,7 @@ from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate, verdict_of_environment
 from headrace.actors.evaluation.graders.functions import score_by_function
-from headrace.actors.evaluation.graders.rewards import score_parts, with_rewards
+from headrace.actors.evaluation.graders.rewards import score_task
 from headrace.actors.evaluation.graders.verdict import failed, solved
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.parts import PartClock, add_segment, in_part, in_span, part_clock
@@ -26,6 +27,7 @@ from headrace.actors.runtime.actors.operations import NO_ATTEMPTS, Attempts, Ope
 from headrace.actors.runtime.pools.leases import LEASE_S, Leases, lease_attributes
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
+from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.primitives.timed_span import interval_clock, unix_s
 from headrace.buffer.tasks.evaluators import (
@@ -36,6 +38,7 @@ from headrace.buffer.tasks.evaluators import (
     SimulatedEvaluator,
     SumEvaluator,
 )
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import (
     BOOT,
     EVALUATE_BOOT,
@@ -119,8 +122,11 @@ class _CleanSandboxes(ResourceOwner):
 class Evaluator(ResourceOwner):
     """Actor that scores rollouts in clean sandboxes leased from the pool."""
 
-    def __init__(self, pool: SandboxPool, observing: ActorTelemetry, *, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, pool: SandboxPool, observing: ActorTelemetry, tasks: TaskCatalog, *, lease_s: float = LEASE_S
+    ) -> None:
         super().__init__()
+        self._catalog = tasks
         self._sandboxes = _CleanSandboxes(pool, lease_s)
         self._baselines = Baselines(observing.run_dir and observing.run_dir / "untouched")
         self._observing = observing
@@ -130,6 +136,7 @@ class Evaluator(ResourceOwner):
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
         await self._stack.enter_async_context(self._sandboxes)
+        self._tasks = self._catalog.load()
         self._evaluations: Operations[EvaluationRequest, Verdict] = await self._stack.enter_async_context(
             Operations(self._evaluate, unclaimed=_nothing_to_give_back)
         )
@@ -153,36 +160,40 @@ class Evaluator(ResourceOwner):
         return self._sandboxes.judged + self._unboxed
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
+        task = self._tasks.get((request.purpose, request.task_id))
+        if task is None:
+            raise LookupError(f"task {request.task_id!r}: this evaluator does not know it; add it to its TaskCatalog")
+        if request.part:
+            assert isinstance(task.evaluator, SumEvaluator)
+            [spec] = [part.evaluator for part in task.evaluator.parts if part.name == request.part]
+            task = replace(task, evaluator=spec)
         now = interval_clock()
         began_s = now()
         with part_clock(now) as parts:
-            verdict = await self._judge(request, parts)
+            verdict = await score_task(task, request, partial(self._score, parts=parts))
         path = parts.path(began_s, now(), idle=OTHER)
-        verdict = replace(verdict, path=tuple(each.moved(-began_s) for each in path), ended_at_s=unix_s())
-        return with_rewards(verdict, request.task.evaluator.rewards)
+        return replace(verdict, path=tuple(each.moved(-began_s) for each in path), ended_at_s=unix_s())
 
-    async def _judge(self, request: EvaluationRequest, parts: PartClock) -> Verdict:
-        match request.task.evaluator:
+    async def _score(self, task: Task, request: EvaluationRequest, *, parts: PartClock) -> Verdict:
+        match task.evaluator:
             case NoEvaluator():
                 return solved()
-            case SumEvaluator() as spec:
-                return await score_parts(spec, request, self._evaluate)
             case AnswerEvaluator() as spec:
                 verdict = score_answer(spec.answer, request.episode)
             case EnvironmentEvaluator():
                 verdict = verdict_of_environment(request)
             case FunctionEvaluator() as spec:
                 with in_part(EVALUATE_CHECK):
-                    verdict = await score_by_function(spec, request)
+                    verdict = await score_by_function(spec, task, request)
             case SimulatedEvaluator() as spec:
                 with in_part(EVALUATE_CHECK):
-                    verdict = await simulated_verdict(spec, request)
+                    verdict = await simulated_verdict(spec, task, request)
             case spec:
                 attributes = {names.EVALUATOR_KIND: spec.kind}
                 with tracer.start_as_current_span(
                     names.CHECK, context_from(request.traceparent), attributes=attributes
                 ) as span:
-                    verdict = await evaluate(request, self._sandboxes, self._baselines)
+                    verdict = await evaluate(task, request, self._sandboxes, self._baselines)
                     if span.is_recording():
                         span.set_attribute(names.CHECK_S, parts.seconds(EVALUATE_CHECK))
                         describe(span, verdict)
@@ -195,9 +206,9 @@ async def _nothing_to_give_back(_: Verdict) -> None:
     """A verdict holds no resources."""
 
 
-async def simulated_verdict(spec: SimulatedEvaluator, request: EvaluationRequest) -> Verdict:
+async def simulated_verdict(spec: SimulatedEvaluator, task: Task, request: EvaluationRequest) -> Verdict:
     """Return a verdict, drawn only from the attempt's name and its task, after the simulated evaluation time."""
     settings = spec.verdict
-    slow = is_slow(request.task, settings.slow_share, request.key)
+    slow = is_slow(task, settings.slow_share, request.key)
     await asyncio.sleep(settings.seconds * (settings.slow_factor if slow else 1.0))
-    return solved() if is_solved(request.task, settings.success, request.key) else failed("")
+    return solved() if is_solved(task, settings.success, request.key) else failed("")

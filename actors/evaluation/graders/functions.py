@@ -29,6 +29,7 @@ from headrace.actors.evaluation.graders.verdict import (
     rewarded_by,
 )
 from headrace.buffer.tasks.evaluators import FunctionEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.sanitizer import clean_text
 
 _PROGRAM: Final = """\
@@ -52,11 +53,11 @@ with open(results, "w") as file:
 MAX_ERROR_CHARACTERS: Final = 300
 
 
-async def score_by_function(spec: FunctionEvaluator, request: EvaluationRequest) -> Verdict:
+async def score_by_function(spec: FunctionEvaluator, task: Task, request: EvaluationRequest) -> Verdict:
     """Return the verdict of a task's function, which returns a reward, or `{"reward": ..., "solved": ...}`."""
     if request.episode is None:
         return broken("the evaluator `function` needs the record of a loop agent; set agent.kind to loop")
-    given = {"task": asdict(request.task), "episode": document_of(request.episode)}
+    given = {"task": asdict(task), "episode": document_of(request.episode)}
     try:
         result = await called(spec.function, json.dumps(given, default=str).encode(), spec.timeout_s)
         if not isinstance(result, dict):

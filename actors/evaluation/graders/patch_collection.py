@@ -43,10 +43,12 @@ class LeftDiff:
     notes: tuple[Dropped, ...] = ()
 
 
-async def collect_diff(request: EvaluationRequest, spec: RepositoryEvaluator, sandboxes: CleanSandboxes) -> LeftDiff:
+async def collect_diff(
+    spec: RepositoryEvaluator, task: Task, request: EvaluationRequest, sandboxes: CleanSandboxes
+) -> LeftDiff:
     """Collect the diff. Raises PatchRefused, SandboxError (FrozenPathRefused if the agent removed the repository)."""
     mount = FrozenMount(source=request.sandbox.id, path=spec.repository.workdir, target=_LEFT)
-    return await collect_twice(lambda untouched: _collect(request.task, spec, sandboxes, () if untouched else (mount,)))
+    return await collect_twice(lambda untouched: _collect(task, spec, sandboxes, () if untouched else (mount,)))
 
 
 async def _collect(

@@ -22,12 +22,12 @@ from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import Cause, check_reward
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
-Score: TypeAlias = Callable[[EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]
+Score: TypeAlias = Callable[[Task, EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]
 
 
 def _function(found: object) -> Score:
     if not iscoroutinefunction(found):
-        raise TypeError("it is not an `async def` function; define `async def score(request, sandboxes)`")
+        raise TypeError("it is not an `async def` function; define `async def score(task, request, sandboxes)`")
     score: Score = found
     return score
 
@@ -49,11 +49,13 @@ def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
             raise ConfigError(f"task {task.id}: evaluator.plugin: {error}") from error
 
 
-async def score_by_plugin(spec: PluginEvaluator, request: EvaluationRequest, sandboxes: CleanSandboxes) -> Verdict:
+async def score_by_plugin(
+    spec: PluginEvaluator, task: Task, request: EvaluationRequest, sandboxes: CleanSandboxes
+) -> Verdict:
     """Score a rollout whose sandbox is frozen, or that had none. Raises SandboxError."""
     try:
         async with asyncio.timeout(spec.timeout_s):
-            verdict = await _evaluator(spec.plugin)(request, sandboxes)
+            verdict = await _evaluator(spec.plugin)(task, request, sandboxes)
     except SandboxFileError as error:
         # The evaluator must expect missing or too large files, since the agent controls them.
         return broken(f"{spec.plugin} did not handle a file error: {error}")

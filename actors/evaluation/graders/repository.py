@@ -73,13 +73,15 @@ comm -z -13 "$1/before" "$1/after"
 """Shell script that runs the set-up command and prints the paths that it changed, all of which count as tests."""
 
 
-async def score_repository(request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines) -> Verdict:
+async def score_repository(
+    task: Task, request: EvaluationRequest, sandboxes: CleanSandboxes, baselines: Baselines
+) -> Verdict:
     """Score an agent's repository once. Raises SandboxError."""
     try:
-        left = await collect_diff(request, _spec_of(request.task), sandboxes)
+        left = await collect_diff(_spec_of(task), task, request, sandboxes)
     except PatchRefused as error:
         return invalid(str(error))
-    verdict = await grade(request.task, left, sandboxes, baselines)
+    verdict = await grade(task, left, sandboxes, baselines)
     return replace(verdict, patch=left.diff.decode(errors="replace")) if request.keep else verdict
 
 

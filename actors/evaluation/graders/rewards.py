@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from headrace.actors.evaluation.graders.verdict import (
     EvaluationRequest,
@@ -22,10 +22,15 @@ from headrace.actors.evaluation.graders.verdict import (
     rewarded,
 )
 from headrace.buffer.tasks.evaluators import EvaluatorPart, RewardMap, SumEvaluator
+from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.capture.rows import Lineage
+
+
+Score: TypeAlias = Callable[[Task, EvaluationRequest], Awaitable[Verdict]]
+"""Function that scores by one evaluator, which is no sum."""
 
 
 def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
@@ -35,18 +40,20 @@ def with_rewards(verdict: Verdict, rewards: RewardMap | None) -> Verdict:
     return replace(verdict, reward=rewards.solved if verdict.solved else rewards.failed)
 
 
-async def score_parts(
-    spec: SumEvaluator, request: EvaluationRequest, evaluate: Callable[[EvaluationRequest], Awaitable[Verdict]]
-) -> Verdict:
-    """Score by every part of a sum, in order, until one yields no reward."""
+async def score_task(task: Task, request: EvaluationRequest, score: Score) -> Verdict:
+    """Return the verdict of a task's evaluator by `score`, with the task's rewards. Of a sum, every part is scored, in
+    order, until one yields no reward."""
+    spec = task.evaluator
+    if not isinstance(spec, SumEvaluator):
+        return with_rewards(await score(task, request), spec.rewards)
     named = []
     for part in spec.parts:
-        task = replace(request.task, evaluator=part.evaluator)
-        named.append((part, await evaluate(replace(request, task=task, key=f"{request.key}.{part.name}"))))
+        own = replace(request, part=part.name, key=f"{request.key}.{part.name}")
+        named.append((part, await score_task(replace(task, evaluator=part.evaluator), own, score)))
         if named[-1][1].reward is None:
             break
     try:
-        return summed(named)
+        return with_rewards(summed(named), spec.rewards)
     except EvaluatorFault as error:
         return broken(str(error))
 

@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol, TypeVar
 from headrace.actors.services.chat import ChatCall
 from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.tasks.evaluators import FilesEvaluator
-from headrace.buffer.tasks.task import Task
+from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.sanitizer import clean_text
-from headrace.buffer.trajectories.types import SOLVED_REWARD, Cause, check_reward
+from headrace.buffer.trajectories.types import SOLVED_REWARD, Cause, Purpose, check_reward
 from headrace.sandboxes.base import FrozenMount, Sandbox, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError
 
@@ -79,12 +79,15 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """Request to score a rollout: its task, the agent's sandbox (frozen by the evaluator; NO_SANDBOX if it had none),
-    and the record of its episode (None for agents that keep none). If `keep` is set, the verdict includes the patch and
-    the log."""
+    """Request to score a rollout: the id of its task, which an evaluator looks up, the agent's sandbox (frozen by the
+    evaluator; NO_SANDBOX if it had none), and the record of its episode (None for agents that keep none). If `keep` is
+    set, the verdict includes the patch and the log."""
 
     key: str
-    task: Task
+    task_id: TaskId
+    purpose: Purpose = Purpose.TRAIN
+    part: str = ""
+    """Name of the only part to score of a sum."""
     sandbox: SandboxRef
     episode: EpisodeRecord | None = None
     traceparent: str = ""
@@ -145,13 +148,11 @@ def clean_spec(task: Task, mounts: tuple[FrozenMount, ...] = ()) -> SandboxSpec:
     return SandboxSpec(image=task.image, mounts=mounts, labels=LABELS, **task_resources(task))
 
 
-def spec_with_data(request: EvaluationRequest) -> SandboxSpec:
+def spec_with_data(task: Task, request: EvaluationRequest) -> SandboxSpec:
     """Return the specification of a clean sandbox with the data paths of the agent's frozen one."""
-    spec = request.task.evaluator
+    spec = task.evaluator
     paths = spec.data_paths if isinstance(spec, FilesEvaluator) else ()
-    return clean_spec(
-        request.task, tuple(FrozenMount(source=request.sandbox.id, path=path, target=path) for path in paths)
-    )
+    return clean_spec(task, tuple(FrozenMount(source=request.sandbox.id, path=path, target=path) for path in paths))
 
 
 class AgentSandboxes(CleanSandboxes, Protocol):

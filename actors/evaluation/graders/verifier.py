@@ -124,18 +124,17 @@ exit 4
 """
 
 
-async def score_verifier(request: EvaluationRequest, sandboxes: AgentSandboxes) -> Verdict:
+async def score_verifier(task: Task, request: EvaluationRequest, sandboxes: AgentSandboxes) -> Verdict:
     """Score an agent's sandbox once: a frozen one, or a running one for a live verifier. Raises SandboxError,
     EvaluatorFault."""
-    task = request.task
     if _spec_of(task).verifier.live:
         async with sandboxes.live(request.sandbox) as sandbox:
             try:
                 await end_agent(sandbox)
             except (ProgramFailed, ExecTimeout) as error:
                 return broken(f"the agent's processes could not be ended: {error}")
-            return await _verify(task, sandbox, await _agent_ids(request, sandbox))
-    async with sandboxes.clean(spec_with_data(request)) as sandbox:
+            return await _verify(task, sandbox, await _agent_ids(task, request, sandbox))
+    async with sandboxes.clean(spec_with_data(task, request)) as sandbox:
         return await _verify(task, sandbox)
 
 
@@ -184,7 +183,7 @@ def _spec_of(task: Task) -> VerifierEvaluator:
     return task.evaluator
 
 
-async def _agent_ids(request: EvaluationRequest, sandbox: Sandbox) -> tuple[int, ...]:
+async def _agent_ids(task: Task, request: EvaluationRequest, sandbox: Sandbox) -> tuple[int, ...]:
     """Return the user id and the group ids of an agent that is not root. Without real user ids in a sandbox, every user
     is root. Raises EvaluatorFault for root, unless the task allows it; its ids are empty."""
     command = 'echo $EUID "${GROUPS[@]}"'
@@ -194,7 +193,7 @@ async def _agent_ids(request: EvaluationRequest, sandbox: Sandbox) -> tuple[int,
     ids = tuple(int(word) for word in result.stdout.split() if word.isdigit()) if result.exit_code == 0 else ()
     if ids and ids[0] != 0:
         return ids
-    if _spec_of(request.task).verifier.allow_root:
+    if _spec_of(task).verifier.allow_root:
         return ()
     raise EvaluatorFault(
         f"a live verifier needs an agent that is not root, and its user is {request.agent_user}: set the user of the "
