@@ -52,8 +52,7 @@ def simulate(
     """Run the dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the
     ledger shows a violated bound or a lost rollout."""
     from headrace.actors.errors import ConfigError
-    from headrace.actors.simulation.virtual.plan import make_plan
-    from headrace.actors.simulation.virtual.recipe_plan import plan_keys, told
+    from headrace.actors.simulation.virtual.plan import make_plan, plan_keys, told
     from headrace.actors.simulation.virtual.simulate import simulate as simulate_plan
 
     if faults is not None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -27,7 +29,6 @@ from tenacity import (
 from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.figures import ServiceFigures, current_service_time
-from headrace.actors.services.limit import CallLimit, Slots
 from headrace.actors.services.service import ServiceDown
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
 
@@ -38,6 +39,8 @@ OPEN_S: Final = 2.0
 LONGEST_OPEN_S: Final = 60.0
 RETRY_BASE_S: Final = 0.2
 RETRY_MAX_S: Final = 10.0
+DECREASE: Final = 0.5
+"""Factor by which an overload lowers the limit."""
 
 
 class ServiceRefused(Exception):
@@ -176,3 +179,100 @@ def _wait_s(state: RetryCallState) -> float:
     """Return the wait before the next request: full jitter, and never before the time that the service asked for."""
     error = state.outcome.exception() if state.outcome is not None else None
     return _jitter(state) + (error.retry_after_s if isinstance(error, ServiceUnavailable) else 0.0)
+
+
+class CallLimit:
+    """Adaptive limit on concurrent calls (additive increase, multiplicative decrease), and the number in progress.
+    Pure: `now` is an argument, in seconds of one monotonic clock.
+
+    The limit begins at `most` and is at least `least`. An overload halves it, once for all calls that were in progress
+    at that moment: they met the same overload. It grows by one after as many successes as it allows calls, and only
+    while it is what holds calls back. (D. Chiu and R. Jain, Computer Networks and ISDN Systems 17(1), 1989.)"""
+
+    def __init__(self, *, least: int, most: int) -> None:
+        self.least, self.most = least, most
+        self.in_use = 0
+        self._limit = float(most)
+        self._successes = 0
+        self._decreased_s = float("-inf")
+
+    @property
+    def limit(self) -> int:
+        """Number of calls that may be in progress at once."""
+        return int(self._limit)
+
+    @property
+    def has_room(self) -> bool:
+        """True if another call may begin. After a decrease there may be more calls in progress than the limit."""
+        return self.in_use < self.limit
+
+    def begin(self) -> None:
+        """Record the start of a call."""
+        self.in_use += 1
+
+    def end(self) -> None:
+        """Record the end of a call, whatever its result."""
+        self.in_use -= 1
+
+    def succeeded(self) -> None:
+        """Record a success, before the end of its call."""
+        if self.has_room:
+            return
+        self._successes += 1
+        if self._successes >= self.limit:
+            self._successes = 0
+            self._limit = min(float(self.most), self._limit + 1.0)
+
+    def overloaded(self, began_s: float, now: float) -> None:
+        """Record that the service was too slow for a request that began at `began_s`, or answered that it is
+        overloaded."""
+        if began_s < self._decreased_s:
+            return
+        self._limit = max(float(self.least), self._limit * DECREASE)
+        self._successes, self._decreased_s = 0, now
+
+
+class Slots:
+    """Slots for calls under an adaptive limit."""
+
+    def __init__(self, limit: CallLimit) -> None:
+        self._limit = limit
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Number of calls that wait for a slot."""
+        return len(self._queue)
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold a slot for the block, after waiting for it."""
+        if self._queue or not self._limit.has_room:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.cancelled():
+                    # Absent if a call that ended since has passed over it.
+                    with suppress(ValueError):
+                        self._queue.remove(turn)
+                else:
+                    # The slot had been given already when the caller was cancelled.
+                    self._give_back()
+                raise
+        else:
+            self._limit.begin()
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._limit.end()
+        # A loop, since the limit may have grown by more than this one call.
+        while self._queue and self._limit.has_room:
+            turn = self._queue.popleft()
+            if not turn.cancelled():
+                self._limit.begin()
+                turn.set_result(None)

@@ -33,8 +33,7 @@ from headrace.policies.learners.config import row_limits, trained_as
 from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
-from headrace.policies.learners.slime.arguments import SlimeTerms
-from headrace.policies.learners.slime.parsing import parse
+from headrace.policies.learners.slime.arguments import SlimeTerms, parse
 
 if TYPE_CHECKING:
     from headrace.actors.training.slime_rank import RankStep

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.services.limit import CallLimit, Slots
+from headrace.actors.services.calls import CallLimit, Slots
 
 BOUNDS = st.tuples(st.integers(1, 8), st.integers(0, 24)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 

@@ -12,7 +12,7 @@ def both(batch: Batch, terms: SlimeTerms, layouts: list[dict[str, int]]) -> list
     """Return each rank's data by headrace and by slime, for each layout of ranks."""
     from headrace.policies.learners.config import row_limits
     from headrace.policies.learners.slime import batches, checkout
-    from headrace.policies.learners.slime.parsing import parse
+    from headrace.policies.learners.slime.arguments import parse
 
     checkout.make_importable(*checkout.find_checkouts(terms.section))
     args = parse(terms, load=terms.learner.model_dir, checkout="slime")
@@ -63,7 +63,7 @@ def of_rollout_manager(batch: Batch, args: Any, layout: dict[str, int]) -> list[
 def flags_of_slime(terms: SlimeTerms) -> list[str]:
     """Return the names of all flags of slime's parser."""
     from headrace.policies.learners.slime import arguments, checkout
-    from headrace.policies.learners.slime.parsing import known_flags, run_parser
+    from headrace.policies.learners.slime.arguments import known_flags, run_parser
 
     checkout.make_importable(*checkout.find_checkouts(terms.section))
     words = arguments.command_line(terms, load=terms.learner.model_dir)

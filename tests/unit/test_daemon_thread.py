@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from headrace.serve.gateway.rendering.render_thread import DaemonThread
+from headrace.serve.gateway.rendering.work import DaemonThread
 
 GUARD_S = 60
 
 ENDLESS_CALL = """
 import asyncio, threading
-from headrace.serve.gateway.rendering.render_thread import DaemonThread
+from headrace.serve.gateway.rendering.work import DaemonThread
 
 async def main():
     thread, begun = DaemonThread("render"), threading.Event()

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.overlays import load_layered
-from headrace.actors.simulation.virtual.plan import make_plan
-from headrace.actors.simulation.virtual.recipe_plan import plan_keys
+from headrace.actors.simulation.virtual.plan import make_plan, plan_keys
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RECIPES = ("search_r1", "tau", "swe_rl", "endless", "echo")

@@ -14,7 +14,7 @@ from headrace.actors.run.config import RunConfig, load_recipe
 from headrace.actors.run.launch import RunRequest, prepare, reopen
 from headrace.actors.run.parts import evaluation_sampling, source_parts
 from headrace.actors.run.task_sets import load_task_sets
-from headrace.actors.simulation.virtual.recipe_plan import plan_keys
+from headrace.actors.simulation.virtual.plan import plan_keys
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.task import load_tasks, write_tasks
 from support import replay_cases as cases

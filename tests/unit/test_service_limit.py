@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.actors.services.limit import CallLimit, Slots
+from headrace.actors.services.calls import CallLimit, Slots
 
 
 def full(limit: CallLimit) -> None:

@@ -15,8 +15,7 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
-from headrace.actors.simulation.virtual.faulty_runtime import RUNNING, require_alive
-from headrace.actors.simulation.virtual.ordered_tasks import NumberedFuture
+from headrace.actors.simulation.virtual.faulty_runtime import RUNNING, NumberedFuture, require_alive
 from headrace.actors.simulation.virtual.virtual_time import VirtualTimeLoop
 from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.simulated.provider import SimulatedProvider

@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.actors.nodes import Bundle, Process
 from headrace.actors.runtime.actors.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
-from headrace.actors.simulation.virtual.ordered_tasks import NumberedTask
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 
 T = TypeVar("T")
@@ -418,3 +417,25 @@ def require_alive() -> None:
 
 
 __all__ = ["NO_FAULTS", "RUNNING", "CallFaults", "FaultyRuntime", "require_alive"]
+
+
+class _Numbered:
+    """Mixin that hashes an object by its number instead of its address."""
+
+    def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
+        self._number = number
+        super().__init__(*arguments, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class NumberedTask(_Numbered, asyncio.Task[Any]):
+    """Task that is hashed by its number: `NumberedTask(number, coroutine, ...)`."""
+
+
+class NumberedFuture(_Numbered, asyncio.Future[Any]):
+    """Future that is hashed by its number: `NumberedFuture(number, loop=...)`."""

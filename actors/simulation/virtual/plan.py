@@ -2,6 +2,8 @@
 
 Invariants:
 - A plan that cannot work is refused before anything runs, with a one-line message that names what to change.
+- Only sizes and rules come from a recipe. Durations of agents, learner and push stay the preset's, or are given with
+  `--set`.
 - Timeouts are far longer than the plan's durations, so that no rollout of a plan fails because of a timeout.
 """
 
@@ -21,6 +23,8 @@ from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.pacing import PacingConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run.config import explain
+from headrace.actors.run.overlays import load_layered
+from headrace.actors.run.sources import KEY
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.tasks import simulated_tasks, task_name
@@ -38,6 +42,8 @@ PAGE: Final = "docs/simulate.md"
 DEFAULT_IMAGE: Final = "host"
 MOST_WARMUP_STEPS: Final = 30
 UNLIMITED_PER_S: Final = 1e6
+_NAMED = ("batch_size", "group_size", "max_staleness", "mode", "rule")
+"""Keys of [buffer] that are keys of a plan."""
 
 
 class Mode(StrEnum):
@@ -322,3 +328,31 @@ def apply_setting(document: dict[str, Any], override: str) -> None:
         if not isinstance(document, dict):
             raise ConfigError(f"--set {override}: {part} is a value, not a table")
     document[path[-1]] = value
+
+
+def plan_keys(recipe: Path, on: Sequence[Path]) -> dict[str, Any]:
+    """Return the keys of a plan that a recipe with machine files `on` decides. Raises ConfigError."""
+    config = load_layered(recipe, on, (), Path("run"))
+    if config.tasks.sources:
+        raise ConfigError(f"simulate: --recipe {recipe}: a plan has no sources; leave {KEY} out of the recipe")
+    buffer = config.buffer.model_dump(mode="json")
+    others = config.buffer.model_dump(mode="json", exclude_unset=True, exclude=set(_NAMED))
+    if config.buffer.group_size < 2:
+        raise ConfigError(f"simulate: --recipe {recipe}: buffer.group_size must be at least 2 for a simulation")
+    return {
+        **{key: buffer[key] for key in _NAMED},
+        "buffer": others,
+        "slots": config.dispatcher.slots_per_worker * config.service.workers,
+        "workers": config.service.workers,
+        "save_every": config.training.save_every,
+    }
+
+
+def told(recipe: Path, preset: str, plan: SimulationPlan) -> tuple[str, str]:
+    """Return what of a plan comes from a recipe, and what from the preset, as lines of text."""
+    sizes = f"batch {plan.batch_size}, groups of {plan.group_size}, {plan.slots} slots, staleness {plan.max_staleness}"
+    times = f"agents {plan.mean_s:.0f} s on average, learner {plan.learner_s:g} s a step, push {plan.push_s:g} s"
+    return (
+        f"sizes of {recipe.name}: {sizes}, mode {plan.mode}",
+        f"durations of {preset}, unless --set gives others: {times}",
+    )

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime_config import SlimeSection
@@ -330,3 +333,64 @@ def check_parsed(parsed: Namespace, parser: ArgumentParser, ours: Sequence[Flag]
                 f"slime uses {name} = {found!r}, but {flag.decided_by} decides {wanted!r}: remove what changes it from "
                 "learner.slime.arguments"
             )
+
+
+def parse(terms: SlimeTerms, *, load: Path, checkout: str) -> Namespace:
+    """Return slime's arguments for the recipe, with `load` as for `flags`. Imports slime and Megatron, which
+    must be importable, and reads the model's config. Raises LearnerSettingsInvalid."""
+    words = command_line(terms, load=load)
+    parsed, parser = run_parser(words, checkout=checkout)
+    refuse_unknown(words, known_flags(parser), checkout=checkout)
+    check_parsed(parsed, parser, flags(terms, load=load))
+    return parsed
+
+
+def run_parser(words: Sequence[str], *, checkout: str) -> tuple[Namespace, ArgumentParser]:
+    """Return slime's arguments for a command line, and its main parser. Raises LearnerSettingsInvalid."""
+    from slime.utils.arguments import parse_args
+
+    parsers: list[ArgumentParser] = []
+
+    def keep(parser: ArgumentParser) -> ArgumentParser:
+        parsers.append(parser)
+        parser.error = _refuse  # type: ignore[method-assign]
+        return parser
+
+    try:
+        with _command_line(words), _log_handlers():
+            parsed: Namespace = parse_args(keep)
+    except (AssertionError, ValueError, OSError) as error:
+        raise LearnerSettingsInvalid(f"{checkout} refuses learner.slime: {error}") from error
+    return parsed, parsers[0]
+
+
+def known_flags(parser: ArgumentParser) -> list[str]:
+    """Return the names of all flags of a parser."""
+    return [name for action in parser._actions for name in action.option_strings]  # noqa: SLF001 - no public way
+
+
+def _refuse(message: str) -> NoReturn:
+    raise LearnerSettingsInvalid(f"learner.slime.arguments: {message}")
+
+
+@contextmanager
+def _command_line(words: Sequence[str]) -> Iterator[None]:
+    """Set the process's arguments, which slime reads in several places."""
+    before = sys.argv
+    sys.argv = ["headrace", *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _log_handlers() -> Iterator[None]:
+    """Keep this process's log handlers and level, which slime's parser replaces."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

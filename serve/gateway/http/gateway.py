@@ -49,9 +49,8 @@ from headrace.serve.gateway.http.turns import Turns
 from headrace.serve.gateway.parsing.parser_choice import choose_parser
 from headrace.serve.gateway.rendering.processes import RenderProcesses, return_large_blocks
 from headrace.serve.gateway.rendering.render import Renderer
-from headrace.serve.gateway.rendering.render_thread import RenderThread
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
-from headrace.serve.gateway.rendering.work import Renders
+from headrace.serve.gateway.rendering.work import Renders, RenderThread
 from headrace.serve.tracing.foreign_spans import SpanIntake
 
 logger = logging.getLogger(__name__)
