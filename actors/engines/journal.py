@@ -27,8 +27,8 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import PushReport
-from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import ORDER, Phase, Step
+from headrace.policies.push.transfer import group_name
 from headrace.serve.tracing.retention import RetentionConfig, RotatingFile
 
 logger = logging.getLogger(__name__)

@@ -39,11 +39,10 @@ from headrace.policies.push.compatibility import Agreement, check_fits, differin
 from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
-from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, Step
 from headrace.policies.push.resuming import resume
 from headrace.policies.push.sender import SenderProcess
-from headrace.policies.push.transfer import Failures, Transfer, first_error
+from headrace.policies.push.transfer import Failures, Transfer, first_error, group_name, lay_out
 
 logger = logging.getLogger(__name__)
 

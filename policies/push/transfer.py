@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,7 +37,6 @@ from headrace.policies.errors import (
 )
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import EngineControl, PushConfig
-from headrace.policies.push.layout import GroupLayout
 from headrace.policies.push.machine import Blame, Failure
 from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.tensors import Bucket, TensorSpec
@@ -330,3 +329,26 @@ async def first_error() -> AsyncIterator[None]:
         yield
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """Ranks of a group; `offsets` is the first rank of each engine."""
+
+    world_size: int
+    offsets: Mapping[EngineId, int]
+
+
+def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
+    """Return the name of the group for one shard and one attempt of one wave."""
+    return f"headrace-{push_id}-{wave}-{attempt}-{shard}"
+
+
+def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
+    """Return the layout of a sender and these engines; `ranks` gives each engine's number of processes."""
+    offsets: dict[EngineId, int] = {}
+    following = 1
+    for engine_id, count in ranks:
+        offsets[engine_id] = following
+        following += count
+    return GroupLayout(world_size=following, offsets=offsets)

@@ -7,7 +7,7 @@ import random
 from typing import Final
 
 from headrace.actors.agents.programs.agent import AgentReport, AgentSession
-from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.actors.agents.registry.registry import shell_agent
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox

@@ -16,8 +16,8 @@ import pytest_asyncio
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo, FinishReason
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
-from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
+from headrace.policies.push.transfer import group_name
 from headrace.policies.push.weights import read_snapshot
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry

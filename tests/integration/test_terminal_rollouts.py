@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.actors.agents.programs.agent import AgentSession, StopReason
-from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.services.chat import PLAIN, ChatMessage, ChatOptions, ChatReply

@@ -15,8 +15,8 @@ from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
-from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.transfer import group_name
 
 ONE, TWO, THREE = EngineId("one"), EngineId("two"), EngineId("three")
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)

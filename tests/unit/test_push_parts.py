@@ -17,9 +17,9 @@ from torch.distributed import is_nccl_available
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import GroupFailed, ModelInvalid
 from headrace.policies.push.compatibility import check_fits, read_model_specs
-from headrace.policies.push.layout import lay_out
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
 from headrace.policies.push.tensors import TensorSpec
+from headrace.policies.push.transfer import lay_out
 from support.tiny_model import write_weights
 
 

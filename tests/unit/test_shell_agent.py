@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
-from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.actors.agents.registry.registry import shell_agent
 from headrace.actors.environments.shell import ShellConfig
 from headrace.actors.services.chat import ChatClient, ChatContextExceeded, ChatFailed, parse_answer

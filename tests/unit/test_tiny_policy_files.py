@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.agents.programs.shell import ShellAgentConfig
+from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, combinations, problems
 from headrace.policies.learners.warm_start import Demonstrator, WarmStartConfig, warm_start
 from headrace.policies.miniatures.fitting import learning_rate_at

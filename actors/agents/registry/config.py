@@ -5,16 +5,31 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.loop.config import LoopConfig
 from headrace.actors.agents.programs.claude_code import ClaudeCodeConfig
 from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.actors.agents.programs.codex import CodexConfig
 from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgentConfig
-from headrace.actors.agents.programs.shell import ShellAgentConfig
 from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.runtime.recipe_section import Section
+
+
+class ShellAgentConfig(BaseModel):
+    """Limits of one run of the agent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_turns: int = Field(default=3, ge=1)
+    """Maximum number of policy answers, including the last one."""
+    command_timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline for one command; when it is exceeded, the policy reads `timeout`."""
+    max_observation_bytes: int = Field(default=48, ge=1)
+    """Maximum number of bytes of a command's output that the policy reads; small, since the tiny policy has a short
+    context."""
+    working_directory: str = "/workspace"
+    """Working directory of every command; each one runs in a new shell."""
 
 
 class AgentKind(StrEnum):

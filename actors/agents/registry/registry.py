@@ -16,9 +16,8 @@ from headrace.actors.agents.programs.installation import AgentMissing
 from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgent
 from headrace.actors.agents.programs.opencode import Opencode
 from headrace.actors.agents.programs.qwen_code import QwenCode
-from headrace.actors.agents.programs.shell import ShellAgentConfig
 from headrace.actors.agents.programs.simulated import SimulatedAgent
-from headrace.actors.agents.registry.config import AgentKind, AgentSection
+from headrace.actors.agents.registry.config import AgentKind, AgentSection, ShellAgentConfig
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.environments.registry import make_environment
 from headrace.actors.environments.shell import ShellConfig, ShellEnvironment

@@ -14,13 +14,14 @@ Invariants:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
-from typing import Annotated, NewType
+from typing import TYPE_CHECKING, Annotated, NewType
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -41,7 +42,6 @@ from headrace.serve.gateway.capture.events import (
 )
 from headrace.serve.gateway.capture.matching import options_digest
 from headrace.serve.gateway.capture.trie import Match, SampledNode, Trie, path
-from headrace.serve.gateway.capture.turn_ends import TurnCut, cut_at_stop
 from headrace.serve.gateway.conversation import (
     Block,
     Reasoning,
@@ -59,6 +59,9 @@ from headrace.serve.gateway.parsing.base import OutputParser, ParsedCall, Parsed
 from headrace.serve.gateway.parsing.scanner import END_THINK, THINK
 from headrace.serve.gateway.rendering.render import Renderer, TokenIds
 from headrace.serve.gateway.rendering.work import RendererCall, RenderWork
+
+if TYPE_CHECKING:
+    from headrace.serve.gateway.rendering.render import Renderer
 
 SessionId = NewType("SessionId", str)
 
@@ -490,3 +493,54 @@ def begins_in_reasoning(plan: TurnPlan, renderer: Renderer) -> bool:
             text = renderer.decode(first.parent.ids)[-before:] + text
     opened, closed = text.rfind(THINK), text.rfind(END_THINK)
     return renderer.opens_reasoning if opened == closed else opened > closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCut:
+    """A completion up to its end: its stop token, or the token that completes its first stop string, even if the engine
+    went on. (Engines stop after whole tokens, some only after several, and a request for stop strings may reach an
+    engine that ignores them.) What remains is a prefix of the sampled ids, with their log-probabilities and version
+    spans. `text` is the sampled text without the stop token, up to and including `stop_string`
+    ("" if there was none). `dropped` counts the ids after the stop string, and `border` is True if the stop string ends
+    inside the last remaining token."""
+
+    completion: Completion
+    text: str
+    stop_string: str
+    dropped: int
+    border: bool
+
+
+def cut_at_stop(completion: Completion, stop: Sequence[str], renderer: Renderer) -> TurnCut:
+    """Return the completion up to the end of the first stop string in it."""
+    ids = completion.output_ids
+    closed = bool(ids) and ids[-1] in renderer.stop_ids
+    text = renderer.decode(ids[:-1] if closed else ids)
+    # The string that ends first is the one that an engine finds first; of several that end together, the longest.
+    found = [(text.find(string) + len(string), -len(string), string) for string in stop if string in text]
+    if not found:
+        return TurnCut(completion=completion, text=text, stop_string="", dropped=0, border=False)
+    end, _, string = min(found)
+
+    def contains(length: int) -> bool:
+        return string in renderer.decode(ids[:length])
+
+    # From the end, where the stop string nearly always is: each probe decodes a prefix.
+    most, step = len(ids), 1
+    while step < most and contains(most - step):
+        most, step = most - step, 2 * step
+    length = bisect_left(range(most), True, lo=max(0, most - step), key=contains)
+    if length < len(ids):
+        completion = replace(
+            completion,
+            output_ids=ids[:length],
+            logprobs=completion.logprobs[:length],
+            spans=tuple(replace(span, end=min(span.end, length)) for span in completion.spans if span.start < length),
+        )
+    return TurnCut(
+        completion=completion,
+        text=text[:end],
+        stop_string=string,
+        dropped=len(ids) - length,
+        border=len(renderer.decode(ids[:length])) != end,
+    )
