@@ -278,43 +278,32 @@ async def _drive(
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
     ABSENCE.seconds = config.cluster.absent_s
-    async with running_services(config.services, directory.path / SERVICES_FOLDER) as urls:
-        placed = config.model_copy(update={"services": resolved(config.services, urls)})
-        completed = await _drive_service(placed, directory, interrupts, quiet=quiet, beside=beside)
-    # An interrupted or failed run finds its services again when it is resumed.
-    if completed:
-        await stop_services(directory.path / SERVICES_FOLDER)
-    return completed
-
-
-async def _drive_service(
-    config: RunConfig,
-    directory: RunDirectory,
-    interrupts: Interrupts,
-    *,
-    quiet: bool,
-    beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
-) -> bool:
     logs = LogTerms(run_id=directory.run_id(), folder=directory.logs, retention=config.retention, json_stderr=False)
     runtime = RayRuntime(logs=logs)
-    with telling_warnings(directory.logs, quiet=quiet) as warnings:
-        service = await _started_service(config, directory, runtime, interrupts, quiet=quiet)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                draining = asyncio.Event()
-                running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
-                aside = [tasks.create_task(watch(service, warnings, quiet=quiet))]
-                if beside is not None:
-                    aside.append(tasks.create_task(beside(service)))
-                with drain_on_interrupt(service, running, tasks, draining, interrupts):
-                    completed = await running
-                for task in aside:
-                    task.cancel()
-        finally:
-            # Actors that do not stop in time end with Ray. The timeout must not replace the error that ended the run.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(config.service.drain_s):
-                    await runtime.stop(service)
+    folder = directory.path / SERVICES_FOLDER
+    async with running_services(config.services, folder) as urls:
+        config = config.model_copy(update={"services": resolved(config.services, urls)})
+        with telling_warnings(directory.logs, quiet=quiet) as warnings:
+            service = await _started_service(config, directory, runtime, interrupts, quiet=quiet)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    draining = asyncio.Event()
+                    running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
+                    aside = [tasks.create_task(watch(service, warnings, quiet=quiet))]
+                    if beside is not None:
+                        aside.append(tasks.create_task(beside(service)))
+                    with drain_on_interrupt(service, running, tasks, draining, interrupts):
+                        completed = await running
+                    for task in aside:
+                        task.cancel()
+            finally:
+                # Actors that do not stop in time end with Ray. The timeout must not replace the error that ended it.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(config.service.drain_s):
+                        await runtime.stop(service)
+    # An interrupted or failed run finds its services again when it is resumed.
+    if completed:
+        await stop_services(folder)
     return completed
 
 
