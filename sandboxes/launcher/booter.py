@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.guest import Guest
-from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
+from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
 from headrace.sandboxes.launcher.wire import Channel, Message
 from headrace.sandboxes.linux import rootfs, syscalls
@@ -28,14 +29,20 @@ from headrace.sandboxes.linux.cgroups import Cgroups, GroupLimits
 from headrace.sandboxes.linux.host_limits import default_live, memory_info, share
 from headrace.sandboxes.linux.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks, IdRanges, OneId
 from headrace.sandboxes.linux.id_maps import IdMaps
+from headrace.sandboxes.linux.rootfs import HOST, Image, Layer
 from headrace.sandboxes.linux.seccomp import filter_program
 from headrace.sandboxes.linux.syscalls import reason_of
+
+# ruff: noqa: PTH123
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+
 
 _INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
 """Upper bound on the System V segments of one sandbox."""
 _TOTAL: Final = "the total that this host allows for all sandboxes"
+HOST_NAME: Final = "host"
 
 
 class Booter:
@@ -313,3 +320,84 @@ def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoRetur
         run_init(plan, socket.socket(fileno=kept), commands_group)
     finally:
         os._exit(1)
+
+
+class ImageTable:
+    """Images by name: the host, images handed over by the launcher's owner, snapshots, and host folders that are
+    mounted in sandboxes, each with one layer. An image is kept while a sandbox, even a frozen one, uses it, a layer
+    while an image or a sandbox uses it. A snapshot retains its sandbox's layer and ids; nothing is copied.
+    `drop_snapshot(sandbox id, base id)` is called when the layer of a snapshot is no longer used. `id_map()` returns
+    any user namespace, for a trial mount of a layer."""
+
+    def __init__(self, drop_snapshot: Callable[[str, int], None], id_map: Callable[[], int]) -> None:
+        self._drop_snapshot = drop_snapshot
+        self._id_map = id_map
+        self._images: dict[str, Image] = {HOST_NAME: HOST}
+        self._users: dict[str, int] = {}
+        self._holders: dict[Layer, int] = {}
+        self._snapshots: dict[Layer, str] = {}
+        self._last_number = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self._images if name != HOST_NAME and not name.startswith(FOLDER)]
+
+    def find(self, name: str) -> Image | None:
+        return self._images.get(name)
+
+    def add(
+        self, name: str, mounts: Sequence[int], environment: dict[str, str], folder: str, *, shows_host: bool = False
+    ) -> None:
+        """Add an image whose layers are host folders, given as detached mounts, topmost first. With `shows_host` they
+        are files of sandboxes of the image `host` and need the host's programs. Raises OSError."""
+        if name in self._images:
+            return
+        layers: list[Layer] = []
+        try:
+            for mount in mounts:
+                self._last_number += 1
+                layers.append(rootfs.add_layer(self._last_number, mount, self._id_map()))
+        except OSError:
+            for layer in layers:
+                rootfs.drop_image_layer(layer)
+            raise
+        self._put(name, Image(tuple(layers), shows_host, environment, folder))
+
+    def add_snapshot(self, sandbox_id: str, base_id: int, image: Image) -> str:
+        """Add an image that puts a dead sandbox's layer on top of the image it was booted from, and return its name."""
+        name = f"snapshot:{sandbox_id}"
+        layer = Layer(rootfs.own_layer(sandbox_id, image), base_id)
+        self._snapshots[layer] = sandbox_id
+        self._put(name, image.above(layer))
+        return name
+
+    def _put(self, name: str, image: Image) -> None:
+        self._images[name] = image
+        for layer in image.layers:
+            self._holders[layer] = self._holders.get(layer, 0) + 1
+
+    def take(self, name: str) -> Image:
+        """Return an image and count one more sandbox as its user."""
+        self._users[name] = self._users.get(name, 0) + 1
+        return self._images[name]
+
+    def release(self, name: str) -> None:
+        self._users[name] -= 1
+
+    def drop(self, name: str) -> bool:
+        """Forget an image. Returns False while sandboxes use it, and for the image `host`; returns True for an unknown
+        image."""
+        if name == HOST_NAME or self._users.get(name, 0) > 0:
+            return False
+        image = self._images.pop(name, None)
+        self._users.pop(name, None)
+        for layer in image.layers if image is not None else ():
+            self._holders[layer] -= 1
+            if self._holders[layer] == 0:
+                del self._holders[layer]
+                sandbox_id = self._snapshots.pop(layer, None)
+                if sandbox_id is None:
+                    rootfs.drop_image_layer(layer)
+                else:
+                    self._drop_snapshot(sandbox_id, layer.base_id)
+        return True

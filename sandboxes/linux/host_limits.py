@@ -7,7 +7,7 @@ Invariants:
   do, something is left for other programs.
 - Shares are oversold: no kernel limit bounds the open files of several processes together, and the number of sandboxes
   times the processes in each times the descriptors of each process is far more than ever is held. The guard of the
-  launcher (`launcher.host_guard`) sees to the sum.
+  launcher (`launcher.sandbox_table`) sees to the sum.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def share(
     allowed: HostLimits, sandboxes: int, processes: int | None, open_files: int | None, *, counted: bool
 ) -> Share:
     """Return each sandbox's share. None for `processes` or `open_files` means as many as any program is likely to need;
-    `launcher.host_guard` sees to the sum. Where no control group counts processes, nobody could: then it is what fits
-    this number of sandboxes."""
+    `launcher.sandbox_table` sees to the sum. Where no control group counts processes, nobody could: then it is what
+    fits this number of sandboxes."""
     most = allowed.processes if counted else allowed.processes // sandboxes
     fit = max(_LEAST_PROCESSES, most - RESERVED_PROCESSES)
     return Share(processes or min(DEFAULT_PROCESSES, fit), open_files or DEFAULT_OPEN_FILES)

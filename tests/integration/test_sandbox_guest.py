@@ -10,7 +10,7 @@ import pytest
 
 from headrace.sandboxes.base import ExecResult, Guest, Sandbox, SandboxSpec, TerminalSize
 from headrace.sandboxes.errors import ExecTimeout, ImageRefused, SpecRefused, Unsupported
-from headrace.sandboxes.launcher.sudo_options import SudoRefused, parse_sudo
+from headrace.sandboxes.launcher.sudo import SudoRefused, parse_sudo
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from support import image_kit as kit
