@@ -36,7 +36,7 @@ from headrace.serve.gateway.capture.rows import Lineage, SessionReport, report_o
 from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.conversation import ToolCall
-from headrace.serve.gateway.errors import GatewayUnreachable, SessionUnknown
+from headrace.serve.gateway.errors import GatewayUnreachable
 from headrace.serve.gateway.http.client import GatewayClient, OpenedSession
 from headrace.serve.gateway.http.placement import place_of
 
@@ -84,8 +84,7 @@ class GatewaySessions(ResourceOwner):
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
         """Open a session. Waits for a restarting gateway until the deadline of the phase: a rollout that failed
         immediately would be reissued immediately, and would be declared poison before the gateway is back."""
-        opened: list[OpenedSession] = await _until_reached()(self._gateway_of(spec.session_id).open, [spec])
-        return opened[0]
+        return await _until_reached()(self._gateway_of(spec.session_id).open, spec)
 
     def given(self, session: OpenedSession, *, context_tokens: int) -> AgentSession:
         chat = ChatClient(self._http, session.base_url)
@@ -93,12 +92,8 @@ class GatewaySessions(ResourceOwner):
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         # A restarted gateway recovers its sessions, including finished ones whose answer was lost.
-        reports: list[SessionReport | SessionUnknown] = await _until_reached()(
-            self._gateway_of(session.session_id).finish, [session.session_id], conversation=conversation
-        )
-        if isinstance(reports[0], SessionUnknown):
-            raise reports[0]
-        return reports[0]
+        gateway = self._gateway_of(session.session_id)
+        return await _until_reached()(gateway.finish, session.session_id, conversation=conversation)
 
 
 class NoSessions(ResourceOwner):

@@ -167,7 +167,7 @@ async def storm(model_dir: Path, folder: Path, *, seed: int, kills: int) -> None
         )
         admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN))
         names = [SessionId(f"agent-{number}x") for number in range(AGENTS)]
-        opened = await admin.open([SessionSpec(session_id=name) for name in names])
+        opened = [await admin.open(SessionSpec(session_id=name)) for name in names]
         agents = Storm(program, http, attempts=2 * kills + 4)
         finished: set[tuple[int, ...]] = set()
         untold: set[tuple[int, ...]] = set()
@@ -179,7 +179,7 @@ async def storm(model_dir: Path, folder: Path, *, seed: int, kills: int) -> None
                 of_this_kill = await agents.kill_after(moment, logs)
                 finished |= of_this_kill[0]
                 untold |= of_this_kill[1]
-        reports = await admin.finish(names)
+        reports = await asyncio.gather(*map(admin.finish, names))
         assert agents.lost >= kills, "somebody was struck by each"
         outputs = check(reports, engines, untold)
         assert finished <= outputs, "what was finished when the gateway died is told, not sampled again"
@@ -242,7 +242,7 @@ async def test_an_answer_in_transit_is_replayed_not_resampled(tmp_path: Path) ->
         http = await stack.enter_async_context(aiohttp.ClientSession())
         admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN))
         budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2**20)
-        opened = await admin.open([SessionSpec(session_id=SessionId(name), budgets=budgets) for name in ("a", "b")])
+        opened = [await admin.open(SessionSpec(session_id=SessionId(name), budgets=budgets)) for name in ("a", "b")]
         clients = [Client(http, one.base_url, CHAT, stream=one.session_id == "a") for one in opened]
         for client in clients:
             client.history += CHAT.user("go")
@@ -251,11 +251,11 @@ async def test_an_answer_in_transit_is_replayed_not_resampled(tmp_path: Path) ->
         await program.start()
         for client, words in zip(clients, (24_000, 25_000), strict=True):
             assert (await client.send(client.body())).text == LONG * words
-        reports = await admin.finish([SessionId("a"), SessionId("b")])
+        reports = [await admin.finish(SessionId(name)) for name in ("a", "b")]
         assert len(engine.requests) == 2
         await program.kill()
         await program.start()
-        for told in (reports, await admin.finish([SessionId("a"), SessionId("b")])):
+        for told in (reports, [await admin.finish(SessionId(name)) for name in ("a", "b")]):
             for report, one in zip(told, engine.sampled, strict=True):
                 assert isinstance(report, SessionReport)
                 assert trained_in(report) == [(one.prompt_ids, one.output_ids)]
@@ -275,19 +275,19 @@ async def test_exports_are_whole_whenever_the_gateway_is_killed(model_dir: Path,
         http = await stack.enter_async_context(aiohttp.ClientSession())
         admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN))
         budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2**20)
-        for one in await admin.open([SessionSpec(session_id=name, budgets=budgets) for name in names]):
+        for one in [await admin.open(SessionSpec(session_id=name, budgets=budgets)) for name in names]:
             client = Client(http, one.base_url, CHAT)
             await client.say("go")
             await client.say("and on")
         for _ in range(2):
-            finishing = asyncio.ensure_future(admin.finish(names))
+            finishing = asyncio.gather(*map(admin.finish, names))
             await until(lambda: bool(whole_in(out)))
             await program.kill()
             with suppress(GatewayUnreachable):
                 await finishing
             assert whole_in(out).items() <= {f"{name}.json": name for name in names}.items()
             await program.start()
-        reports = await admin.finish(names)
+        reports = await asyncio.gather(*map(admin.finish, names))
         assert all(isinstance(report, SessionReport) for report in reports)
         assert whole_in(out) == {f"{name}.json": name for name in names}
         assert len(list(out.iterdir())) == len(names), "nothing staged is left"

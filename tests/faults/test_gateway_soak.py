@@ -109,13 +109,13 @@ async def one_session(http: aiohttp.ClientSession, base_url: str, number: int) -
 
 async def one_round(program: GatewayProgram, admin: GatewayClient, number: int) -> Used:
     names = [SessionId(f"r{number}-{index}") for index in range(SESSIONS_AT_ONCE)]
-    opened = await admin.open([SessionSpec(session_id=name) for name in names])
+    opened = [await admin.open(SessionSpec(session_id=name)) for name in names]
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=3 * GUARD_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, asyncio.TaskGroup() as group:
         for index, one in enumerate(opened):
             group.create_task(one_session(http, one.base_url, index))
-    for report in await admin.finish(names):
+    for report in await asyncio.gather(*map(admin.finish, names)):
         assert isinstance(report, SessionReport)
         assert (report.turns, report.masked) == (TURNS, {})
     return Used(program.memory_mb(), program.open_files(), program.threads())

@@ -253,7 +253,7 @@ async def test_a_request_that_arrives_and_is_aborted_during_a_pause_ends(models:
             sampling=Sampling(),
             budgets=Budgets(max_tokens_per_turn=900, max_context_tokens=1024),
         )
-        [opened] = await rig.client.open([spec])
+        opened = await rig.client.open(spec)
 
         async def waits() -> bool:
             return (await client.load()).waiting > 0
@@ -274,7 +274,7 @@ async def test_a_request_that_arrives_and_is_aborted_during_a_pause_ends(models:
         rig.before(0, Phase.BEGIN, arrive_late)
         await rig.push(models[1], 1)
         await kit.until(is_idle)
-        [report] = await rig.client.finish([SessionId("late")])
+        report = await rig.client.finish(SessionId("late"))
         assert report.sampled_tokens < 900
 
 

@@ -63,7 +63,7 @@ async def test_a_gateway_in_an_actor_renders_apart(tmp_path: Path) -> None:
         stack.push_async_callback(runtime.stop, actor)
         address = await actor.address()
         client = await stack.enter_async_context(GatewayClient(address.url, address.admin_token))
-        [session] = await client.open([SessionSpec(session_id=SessionId("s"))])
+        session = await client.open(SessionSpec(session_id=SessionId("s")))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         body = {"messages": [{"role": "user", "content": "long " * LONG_TEXT_CHARACTERS}]}
         async with http.post(f"{session.base_url}/v1/tokenize", json=body) as response:

@@ -83,9 +83,9 @@ async def test_captured_logprobs_match_the_models(model_dir: Path, tmp_path: Pat
     ):
         route = EngineRoute(engine_id=EngineId("cpu"), url=engine.url)
         await gateway.set_engines(RoutingTable(version=1, engines=(route,)))
-        [opened] = await client.open([spec])
+        opened = await client.open(spec)
         await converse(http, opened.base_url, turns=3)
-        [report] = await client.finish([opened.session_id])
+        report = await client.finish(opened.session_id)
     assert isinstance(report, SessionReport)
     assert (report.turns, report.rerendered, report.failures) == (3, 0, ())
     assert report.trajectory is not None
@@ -122,7 +122,7 @@ async def test_a_stop_string_ends_a_turn_that_is_continued(model_dir: Path, tmp_
     ):
         route = EngineRoute(engine_id=EngineId("cpu"), url=engine.url)
         await gateway.set_engines(RoutingTable(version=1, engines=(route,)))
-        [opened] = await client.open([spec])
+        opened = await client.open(spec)
         text = ""
         for turn in range(4):
             asked = {"role": "user", "content": "write alpha to a.txt"}
@@ -135,7 +135,7 @@ async def test_a_stop_string_ends_a_turn_that_is_continued(model_dir: Path, tmp_
             assert choice["stop_reason"] in stops
             assert choice["message"]["content"].endswith(choice["stop_reason"])
             text += choice["message"]["content"] + inserted
-        [report] = await client.finish([opened.session_id])
+        report = await client.finish(opened.session_id)
     assert isinstance(report, SessionReport)
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
     assert (report.turns, report.rerendered, report.failures) == (4, 0, ())

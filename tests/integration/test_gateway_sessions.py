@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId
 from headrace.serve.gateway.errors import SessionUnknown
 from headrace.serve.gateway.http.client import GatewayClient
@@ -116,7 +115,6 @@ async def test_a_token_grants_access_only_to_its_own_session(model_dir: Path) ->
         token = mine.base_url.rsplit("/", 1)[1]
         for path, body in (
             ("/sessions", {}),
-            ("/sessions/finish", {"session_ids": [R1]}),
             (f"/sessions/{R1}/finish", {}),
         ):
             for given in (token, "", "wrong", ADMIN + "x", ADMIN[:-1]):
@@ -137,18 +135,13 @@ async def test_a_token_grants_access_only_to_its_own_session(model_dir: Path) ->
 # Opening and finishing.
 
 
-async def test_opening_sessions_is_all_or_nothing(model_dir: Path, tmp_path: Path) -> None:
+async def test_an_id_in_use_is_refused(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, session_log_dir=tmp_path) as w:
         await w.open()
-        many = {"sessions": [{"session_id": "rollout-2"}, {"session_id": R1}]}
-        status, answer = await w.post("/sessions", many)
+        status, answer = await w.post("/sessions", {"session_id": R1})
         assert (status, answer["error"]["code"]) == (409, "session_exists")
         assert (await w.gateway.in_flight()).sessions == 1
-        twice = {"sessions": [{"session_id": "rollout-2"}, {"session_id": "rollout-2"}]}
-        assert (await w.post("/sessions", twice))[0] == 400
-        status, answer = await w.post("/sessions", {"sessions": [{"session_id": f"r-{n}"} for n in range(300)]})
-        assert (status, len(answer["sessions"])) == (200, 300)
-        assert len({one["base_url"] for one in answer["sessions"]}) == 300
+        assert len({await w.open(f"r-{n}") for n in range(300)}) == 300
 
 
 @pytest.mark.parametrize(
@@ -246,9 +239,9 @@ async def test_a_session_with_a_broken_log_does_not_affect_others(model_dir: Pat
             assert (await good.say("still here")).status == 200
             reply = await bad.say("still here")
             assert (reply.status, reply.error["code"]) == (503, "session_log_broken")
-            lost, found = await again.admin.finish([SessionId("bad"), SessionId("good")])
-            assert isinstance(lost, SessionUnknown)
-            assert isinstance(found, SessionReport)
+            with pytest.raises(SessionUnknown, match="session_log_broken"):
+                await again.admin.finish(SessionId("bad"))
+            found = await again.admin.finish(SessionId("good"))
             assert found.turns == 2
 
 
@@ -262,7 +255,8 @@ async def test_an_unfinished_session_expires_after_its_wall_time(model_dir: Path
                 await asyncio.sleep(0.02)
         assert (await client.say("go")).status == 400
         assert len(logs_in(tmp_path)) == 1
-        assert isinstance((await w.admin.finish([R1]))[0], SessionUnknown)
+        with pytest.raises(SessionUnknown):
+            await w.admin.finish(R1)
         assert (await w.finish(SessionId("stays"))).turns == 0
 
 
@@ -331,4 +325,5 @@ async def test_without_a_log_sessions_end_with_the_gateway(model_dir: Path) -> N
             await gateway.stop()
             assert await gateway.start(port=port) == w.url
             assert (await client.say("go")).error["code"] == "unknown_session"
-            assert isinstance((await w.admin.finish([R1]))[0], SessionUnknown)
+            with pytest.raises(SessionUnknown):
+                await w.admin.finish(R1)

@@ -121,7 +121,7 @@ async def test_a_thousand_clients_at_once_are_all_answered(model_dir: Path, tmp_
         )
         admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN, timeout_s=100.0))
         names = [SessionId(f"one-of-many-{number}") for number in range(CROWD)]
-        opened = await admin.open([SessionSpec(session_id=name) for name in names])
+        opened = [await admin.open(SessionSpec(session_id=name)) for name in names]
         engine.may_answer.clear()
         async with asyncio.TaskGroup() as group:
             asking = []
@@ -133,6 +133,6 @@ async def test_a_thousand_clients_at_once_are_all_answered(model_dir: Path, tmp_
                 await engine.asked.wait()
             engine.may_answer.set()
         assert {task.result().text for task in asking} == {"here you are"}
-        for name, report in zip(names, await admin.finish(names), strict=True):
+        for name, report in zip(names, await asyncio.gather(*map(admin.finish, names)), strict=True):
             assert isinstance(report, SessionReport)
             assert (report.session_id, report.turns, report.masked, report.failures) == (name, 1, {}, ())

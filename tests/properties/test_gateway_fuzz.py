@@ -403,8 +403,7 @@ OPEN_ONE = {
     "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     "train_truncated": False,
 }
-OPEN_MANY = {"sessions": [{key: value for key, value in OPEN_ONE.items() if key != "max_context_tokens"}]}
-FINISH_MANY = {"session_ids": ["opened-1", "opened-2"]}
+FINISH = {"tree": True, "packed": False, "conversation": False}
 NAMES = st.sampled_from(
     [b"opened-1", b"%ff", b"%ed%a0%80", b"%00", b"..%2f..%2fx", b"a/b", b"x" * 3000, b"%F0%9F%98%80"]
 )
@@ -412,10 +411,10 @@ NAMES = st.sampled_from(
 
 @st.composite
 def admin_requests(draw: st.DrawFn) -> bytes:
-    kind = draw(st.sampled_from(["open", "open", "open many", "finish", "finish many", "forget"]))
-    body: Any = {"open": OPEN_ONE, "open many": OPEN_MANY, "finish many": FINISH_MANY}.get(kind, {"tree": True})
+    kind = draw(st.sampled_from(["open", "open", "finish", "finish", "forget"]))
+    body: Any = OPEN_ONE if kind == "open" else FINISH
     data = draw(mutants(body) | st.binary(max_size=20))
-    path = {"open": b"", "open many": b"", "finish many": b"/finish"}.get(kind, b"/" + draw(NAMES))
+    path = b"" if kind == "open" else b"/" + draw(NAMES)
     headers, data = framed(data, draw(FRAMINGS.filter(lambda framing: framing not in NOT_HTTP | {"long"})))
     token = draw(st.sampled_from([ADMIN.encode()] * 9 + [b"\xff", b"", b"other"]))
     headers = [("Authorization", b"Bearer " + token), *headers]
@@ -429,8 +428,7 @@ def try_admin(aviary: Aviary, request: bytes) -> None:
     assert answer.status in (200, 204, 400, 401, 409), answer
     if answer.status == 200 and b'"base_url"' in answer.body:
         document = json.loads(answer.body)
-        for one in document.get("sessions", [document]):
-            aviary.run(use(aviary.w, one["session_id"], one["base_url"]))
+        aviary.run(use(aviary.w, document["session_id"], document["base_url"]))
     elif answer.status == 200:
         assert isinstance(json.loads(answer.body), dict)
     elif answer.status != 204:

@@ -145,12 +145,12 @@ class Rig:
         self.runs += 1
         allowed = Budgets(**({"max_turns": 100, "max_context_tokens": 200_000} | budgets))
         spec = SessionSpec(session_id=SessionId(f"run-{self.runs}"), budgets=allowed)
-        [opened] = await self.client.open([spec])
+        opened = await self.client.open(spec)
         sandbox = await self.provider.attach(await self.provider.create(SandboxSpec(folders=agent.folders)))
         await sandbox.write_many({path: text.encode() for path, text in told.files.items()})
         session = AgentSession(base_url=opened.base_url, chat=NoChat(), context_tokens=allowed.max_context_tokens)
         report = await agent.run(session=session, sandbox=sandbox, task=told)
-        [record] = await self.client.finish([opened.session_id])
+        record = await self.client.finish(opened.session_id)
         assert isinstance(record, SessionReport)
         return Ran(report, record, sandbox)
 
@@ -191,8 +191,7 @@ class Stations:
 
     async def open_session(self, order: RolloutOrder, task: Task, traceparent: str) -> OpenedSession:
         spec = SessionSpec(session_id=SessionId(order.rollout_id), budgets=Budgets(max_context_tokens=200_000))
-        [opened] = await self.rig.client.open([spec])
-        return opened
+        return await self.rig.client.open(spec)
 
     async def run_agent(
         self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
@@ -203,7 +202,7 @@ class Stations:
         return self.reports[-1]
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        [record] = await self.rig.client.finish([session.session_id], conversation=conversation)
+        record = await self.rig.client.finish(session.session_id, conversation=conversation)
         assert isinstance(record, SessionReport)
         self.records.append(record)
         return record

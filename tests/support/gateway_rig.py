@@ -390,11 +390,11 @@ class World:
 
     async def open(self, session_id: str = R1, **spec: Any) -> str:
         """Open a session; return its base URL."""
-        [opened] = await self.admin.open([SessionSpec(session_id=SessionId(session_id), **spec)])
+        opened = await self.admin.open(SessionSpec(session_id=SessionId(session_id), **spec))
         return opened.base_url
 
     async def finish(self, session_id: str = R1) -> SessionReport:
-        [report] = await self.admin.finish([SessionId(session_id)])
+        report = await self.admin.finish(SessionId(session_id))
         assert isinstance(report, SessionReport), report
         return report
 

@@ -199,12 +199,12 @@ async def take_turn(
     """One session of one turn, as an agent takes it."""
     session_id = SessionId(f"session-{next(SESSIONS)}")
     budgets = Budgets(max_tokens_per_turn=tokens, max_context_tokens=context_tokens)
-    [opened] = await client.open([SessionSpec(session_id=session_id, sampling=Sampling(), budgets=budgets)])
+    opened = await client.open(SessionSpec(session_id=session_id, sampling=Sampling(), budgets=budgets))
     body = {"messages": [{"role": "user", "content": text}]}
     async with http.post(f"{opened.base_url}/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()
         await response.read()
-    [report] = await client.finish([session_id])
+    report = await client.finish(session_id)
     assert isinstance(report, SessionReport)
     return report
 

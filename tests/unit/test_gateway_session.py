@@ -39,7 +39,7 @@ SYSTEM = say(Role.SYSTEM, "You repair things.")
 
 
 def session(*, opened_at: float = 0.0, **budgets: Any) -> Session:
-    [spec], _ = codec.read_specs(orjson.dumps({"budgets": budgets}), SessionId("r-1"))
+    spec = codec.read_spec(orjson.dumps({"budgets": budgets}), SessionId("r-1"))
     return Session(spec, opened_at)
 
 
@@ -684,4 +684,4 @@ def test_the_tree_lists_every_turn_with_its_status() -> None:
 )
 def test_invalid_specs_are_refused_naming_the_key(spec: dict[str, object], where: str) -> None:
     with pytest.raises(BadRequest, match=where):
-        codec.read_specs(orjson.dumps({"sessions": [spec]}), SessionId("other"))
+        codec.read_spec(orjson.dumps(spec), SessionId("other"))

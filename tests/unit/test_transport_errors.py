@@ -11,6 +11,7 @@ import pytest
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown
 from headrace.policies.sglang.transport import Transport, reason
+from headrace.serve.gateway.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.errors import GatewayUnreachable
 from headrace.serve.gateway.http.client import GatewayClient
 
@@ -34,7 +35,7 @@ async def test_a_missing_engine_gives_a_readable_error(closed_url: str) -> None:
 async def test_a_missing_gateway_gives_a_readable_error(closed_url: str) -> None:
     async with GatewayClient(closed_url, "token") as client:
         with pytest.raises(GatewayUnreachable) as error:
-            await client.open([])
+            await client.open(SessionSpec(session_id=SessionId("s")))
     assert str(error.value) == f"gateway {closed_url}/sessions: Connection refused"
 
 

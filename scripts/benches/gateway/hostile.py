@@ -142,7 +142,7 @@ async def measure_hostile(bench: Bench) -> HostileFigures:
 async def _attack(client: GatewayClient, name: str, body: bytes) -> list[int]:
     """Send the body from one session, `AT_ONCE` times at once, for at least `LEAST_S`; return all answers' status. A
     process of its own sends it, so that it delays no other agent."""
-    [opened] = await client.open([SessionSpec(session_id=SessionId(f"hostile-{name.replace(' ', '-')}"))])
+    opened = await client.open(SessionSpec(session_id=SessionId(f"hostile-{name.replace(' ', '-')}")))
     url = f"{opened.base_url}/v1/chat/completions"
     attacker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benches.gateway.hostile", url),
@@ -213,7 +213,7 @@ class _Victims:
         """Open a session for an agent, and finish it: open ones would count as memory that is not given back."""
         [agent], ids = await self._bench.open(self._http, self._client, 1, request_head())
         yield agent
-        await self._client.finish(ids)
+        await self._client.finish(ids[0])
 
 
 class _Memory:

@@ -30,7 +30,6 @@ from benches.gateway.engine import ScriptedEngine
 from benches.gateway.process import ADMIN_TOKEN, GatewayProcess, gateway_process
 from benches.gateway.relay import RelayProcess, relay_process
 from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
-from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.http.client import GatewayClient
 from headrace.serve.tracing.tracing import attempt_context, traceparent_of
@@ -334,7 +333,7 @@ class Bench:
         opened = [
             session
             for first in range(0, number, _OPEN_AT_ONCE)
-            for session in await client.open(specs[first : first + _OPEN_AT_ONCE])
+            for session in await asyncio.gather(*map(client.open, specs[first : first + _OPEN_AT_ONCE]))
         ]
         return [self._agent(http, session.base_url, head) for session in opened], ids
 
@@ -381,8 +380,8 @@ def _latencies(turns_s: Sequence[float]) -> Latencies:
 
 
 async def finish(client: GatewayClient, ids: Sequence[SessionId]) -> None:
-    for report in await client.finish(ids):
-        if not isinstance(report, SessionReport) or report.trajectory is None or len(report.trajectory.rows) != 1:
+    for report in await asyncio.gather(*map(client.finish, ids)):
+        if report.trajectory is None or len(report.trajectory.rows) != 1:
             raise MeasurementBroken(f"a session did not end with one row: {report}")
         if report.failures or not report.trained_tokens == report.sampled_tokens > 0:
             raise MeasurementBroken(f"{report.sampled_tokens} sampled, {report.trained_tokens} trained: {report}")

@@ -1,8 +1,6 @@
 """The HTTP routes for workers: they open, finish, export and delete sessions, in JSON.
 
-Invariants:
-- Every route needs the admin token, compared in constant time.
-- Opening is all or nothing. Finishing returns, for each session, either its report or the fact that it is unknown.
+Invariant: every route needs the admin token, compared in constant time.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from contextlib import suppress
 import orjson
 from aiohttp import web
 
-from headrace.serve.gateway.capture.session import SessionId, SessionSpec
+from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.errors import (
     AdminDenied,
     BadRequest,
     GatewayBroken,
-    LogBroken,
     SessionUnknown,
     WireError,
 )
@@ -63,7 +60,6 @@ class AdminRoutes:
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/sessions", self._guarded(self._open))
-        app.router.add_post("/sessions/finish", self._guarded(self._finish_many))
         app.router.add_post("/sessions/{session_id:.+}/finish", self._guarded(self._finish))
         app.router.add_get("/sessions/{session_id:.+}/export", self._guarded(self._export))
         app.router.add_delete("/sessions/{session_id:.+}", self._guarded(self._forget))
@@ -71,52 +67,26 @@ class AdminRoutes:
     async def _open(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request) or b"{}"
         default_id = SessionId(f"session-{secrets.token_hex(8)}")
-        specs, many = codec.read_specs(body, default_id, self._max_context_tokens)
-        opened = self._opened(specs)
-        return json_response({"sessions": opened} if many else opened[0])
-
-    def _opened(self, specs: Sequence[SessionSpec]) -> list[dict[str, str]]:
-        if len({spec.session_id for spec in specs}) < len(specs):
-            raise BadRequest("duplicate session_id in one request; use each id once.", "sessions")
         limit = self._max_context_tokens
-        for spec in specs:
-            requested = spec.budgets.max_context_tokens
-            if limit is not None and requested > limit:
-                raise BadRequest(
-                    f"max_context_tokens {requested} exceeds the engines' context length {limit} "
-                    "(gateway.max_context_tokens); request less.",
-                    "budgets.max_context_tokens",
-                )
-        base_url = self._base_url()
-        return [
-            {"session_id": live.core.spec.session_id, "base_url": f"{base_url}/s/{live.token}"}
-            for live in self._sessions.open(specs)
-        ]
-
-    async def _finish_many(self, request: web.Request) -> web.StreamResponse:
-        form = codec.read_form(codec.FinishForm, await self._body(request))
-
-        async def report(name: str) -> dict[str, object]:
-            # Errors are values: the reports of the other sessions in this request must not be lost.
-            try:
-                finished = await self._sessions.finish(SessionId(name))
-            except LogBroken as error:
-                logger.error("session %s: %s", name, error)
-                return {"error": error.code, "session_id": name}
-            if finished is None:
-                return {"error": SessionUnknown.code, "session_id": name}
-            with_text = finished.with_conversation(self._decode) if form.conversation else finished.report
-            return codec.write_report(with_text)
-
-        async with asyncio.TaskGroup() as group:
-            closing = {name: group.create_task(report(name)) for name in dict.fromkeys(form.session_ids)}
-        return json_response({"reports": [closing[name].result() for name in form.session_ids]})
+        spec = codec.read_spec(body, default_id, limit)
+        requested = spec.budgets.max_context_tokens
+        if limit is not None and requested > limit:
+            raise BadRequest(
+                f"max_context_tokens {requested} exceeds the engines' context length {limit} "
+                "(gateway.max_context_tokens); request less.",
+                "budgets.max_context_tokens",
+            )
+        live = self._sessions.open(spec)
+        return json_response({"session_id": spec.session_id, "base_url": f"{self._base_url()}/s/{live.token}"})
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
-        form = codec.read_form(codec.FinishOneForm, await self._body(request) or b"{}")
+        form = codec.read_form(codec.FinishForm, await self._body(request) or b"{}")
         finished = await self._sessions.finish(SessionId(request.match_info["session_id"]))
         if finished is None:
             raise SessionUnknown("This session is unknown or closed.")
+        if form.packed:
+            report = finished.with_conversation(self._decode) if form.conversation else finished.report
+            return json_response(codec.write_report(report))
         document = codec.write_plain_report(finished.report)
         return json_response(document | {"tree": finished.tree} if form.tree else document)
 

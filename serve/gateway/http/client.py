@@ -1,24 +1,23 @@
-"""The worker's client for the admin routes, which opens and finishes sessions in batches.
+"""The worker's client for the admin routes, which opens and finishes sessions.
 
 Invariants:
 - The client uses one pooled HTTP session for its whole life; every call has a deadline.
-- A session that the gateway does not know (after a restart) is a value in the result of `finish`, not an exception, so
-  that the other sessions of the batch keep their trajectories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from headrace.policies.sglang.transport import reason
 from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import SessionId, SessionSpec
-from headrace.serve.gateway.errors import GatewayUnreachable, SessionUnknown
+from headrace.serve.gateway.errors import GatewayUnreachable, LogBroken, SessionUnknown
 from headrace.serve.gateway.http import codec
 
 
@@ -50,40 +49,31 @@ class GatewayClient:
         if self._http is not None:
             await self._http.close()
 
-    async def open(self, specs: Sequence[SessionSpec]) -> list[OpenedSession]:
-        """Open all sessions or none, in order. Raises GatewayUnreachable, also if the gateway refuses (id in use, wrong
-        token, invalid spec)."""
-        answer = await self._post("/sessions", codec.open_body(specs))
-        return [
-            OpenedSession(session_id=SessionId(entry["session_id"]), base_url=entry["base_url"])
-            for entry in answer["sessions"]
-        ]
+    async def open(self, spec: SessionSpec) -> OpenedSession:
+        """Open a session. Raises GatewayUnreachable, also if the gateway refuses (id in use, wrong token, invalid
+        spec)."""
+        answer = await self._post("/sessions", asdict(spec))
+        return OpenedSession(session_id=SessionId(answer["session_id"]), base_url=answer["base_url"])
 
-    async def finish(
-        self, session_ids: Sequence[SessionId], *, conversation: bool = False
-    ) -> list[SessionReport | SessionUnknown]:
-        """Close the sessions and return their reports, in order; the reports include every turn as text if
-        `conversation` is true. Raises GatewayUnreachable."""
-        body: dict[str, object] = {"session_ids": list(session_ids), "conversation": conversation}
-        answer = await self._post("/sessions/finish", body)
-        unknown = "the gateway does not know session {} (it was closed, or lost in a restart)"
-        return [
-            SessionUnknown(unknown.format(entry["session_id"])) if "error" in entry else codec.read_report(entry)
-            for entry in answer["reports"]
-        ]
+    async def finish(self, session_id: SessionId, *, conversation: bool = False) -> SessionReport:
+        """Close a session and return its report, which includes every turn as text if `conversation` is true. Raises
+        SessionUnknown, GatewayUnreachable."""
+        path = f"/sessions/{quote(session_id, safe='')}/finish"
+        return codec.read_report(await self._post(path, {"packed": True, "conversation": conversation}))
 
-    async def _post(self, path: str, body: dict[str, object]) -> dict[str, list[dict[str, str]]]:
+    async def _post(self, path: str, body: dict[str, object]) -> dict[str, Any]:
         if self._http is None:
             raise RuntimeError("use GatewayClient as an async context manager")
         try:
-            async with self._http.post(self._url + path, data=orjson.dumps(body)) as response:
+            async with self._http.post(URL(self._url + path, encoded=True), data=orjson.dumps(body)) as response:
                 data = await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise GatewayUnreachable(f"gateway {self._url}{path}: {reason(error)}") from error
         if status != 200:
-            raise GatewayUnreachable(
-                f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}", answered=True
-            )
-        answer: dict[str, list[dict[str, str]]] = orjson.loads(data)
-        return answer
+            answer = f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}"
+            if any(code.encode() in data for code in (SessionUnknown.code, LogBroken.code)):
+                raise SessionUnknown(f"{answer} (it was closed, or lost in a restart)")
+            raise GatewayUnreachable(answer, answered=True)
+        document: dict[str, Any] = orjson.loads(data)
+        return document

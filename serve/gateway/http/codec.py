@@ -7,76 +7,59 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Annotated, Final, TypeVar
+from collections.abc import Iterator
+from typing import Final, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from headrace.buffer.trajectories.types import Row
 from headrace.serve.gateway.capture.rows import Lineage, Masked, SessionReport, tree_of
-from headrace.serve.gateway.capture.session import SESSION_NAME, Session, SessionId, SessionSpec
+from headrace.serve.gateway.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.gateway.errors import BadRequest
 from headrace.serve.gateway.exports import json_pieces
 
-_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=SESSION_NAME)]
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST_OF_A_KEY: Final = 200
 """Number of characters of an unknown key that an error message repeats."""
 
 
-class _Many(BaseModel):
-    model_config = _STRICT
-    sessions: Annotated[tuple[SessionSpec, ...], Field(min_length=1, max_length=4096)]
-
-
-_ONE: Final = TypeAdapter(SessionSpec)
+_SPEC: Final = TypeAdapter(SessionSpec)
 _REPORT: Final = TypeAdapter(SessionReport)
 
 
 class FinishForm(BaseModel):
-    """Body of `POST /sessions/finish`."""
-
-    model_config = _STRICT
-    session_ids: list[_Name] = Field(min_length=1, max_length=4096)
-    conversation: bool = False
-
-
-class FinishOneForm(BaseModel):
     """Body of `POST /sessions/{id}/finish`."""
 
     model_config = _STRICT
     tree: bool = False
+    packed: bool = False
+    """Whether the report is in the format for workers."""
+    conversation: bool = False
+    """Whether a packed report includes every turn as text."""
 
 
-def read_specs(
-    body: bytes, default_id: SessionId, most_context: int | None = None
-) -> tuple[tuple[SessionSpec, ...], bool]:
-    """Return the specs in the body of `POST /sessions`, and whether it is for many sessions: `{"sessions": [...]}`
-    instead of one, for which `max_context_tokens` is a shorthand for the key in `budgets`. Where nothing sets a
-    session's context length it is `most_context` (None: our default). Raises a BadRequest that names the first invalid
-    key."""
+def read_spec(body: bytes, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
+    """Return the spec in the body of `POST /sessions`, where `max_context_tokens` is a shorthand for the key in
+    `budgets`. Where nothing sets the session's context length it is `most_context` (None: our default). Raises a
+    BadRequest that names the first invalid key."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"body: {error}", None) from None
     if not isinstance(document, dict):
         raise BadRequest("body: not a JSON object", None)
-    if many := "sessions" in document:
-        specs = document["sessions"] if isinstance(document["sessions"], list) else []
-    else:
-        if document.get("session_id") is None:
-            document["session_id"] = default_id
-        specs = [document]
-    for spec in (spec for spec in specs if isinstance(spec, dict) and isinstance(spec.get("budgets", {}), dict)):
+    if document.get("session_id") is None:
+        document["session_id"] = default_id
+    if isinstance(document.get("budgets", {}), dict):
         # The context length of the engines is a default.
-        short = None if many else spec.pop("max_context_tokens", None)
+        short = document.pop("max_context_tokens", None)
         given = {"max_context_tokens": most_context} if most_context else {}
-        spec["budgets"] = given | spec.get("budgets", {}) | ({"max_context_tokens": short} if short is not None else {})
+        own = {"max_context_tokens": short} if short is not None else {}
+        document["budgets"] = given | document.get("budgets", {}) | own
     try:
-        return (_Many.model_validate(document).sessions if many else (_ONE.validate_python(document),)), many
+        return _SPEC.validate_python(document)
     except ValidationError as error:
         raise _refused(error) from None
 
@@ -93,10 +76,6 @@ def _refused(error: ValidationError) -> BadRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:_MOST_OF_A_KEY]
     return BadRequest(f"{where or 'body'}: {first['msg']}", where or None)
-
-
-def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
-    return {"sessions": [asdict(spec) for spec in specs]}
 
 
 def write_report(report: SessionReport) -> dict[str, object]:

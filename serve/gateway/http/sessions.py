@@ -103,25 +103,19 @@ class SessionTable:
             # The end of a run is noted in the next round of the loop.
             await asyncio.sleep(0)
 
-    def open(self, specs: Sequence[SessionSpec]) -> list[LiveSession]:
-        """Open all sessions or none. Raises SessionExists, LogBroken."""
-        for spec in specs:
-            if spec.session_id in self._live or spec.session_id in self._unread:
-                raise SessionExists(f"session {spec.session_id} is already open; no session was opened.", "session_id")
-        now = self._clock()
-        opened = [
-            Opened(spec=spec, token=self._token_prefix + secrets.token_urlsafe(24), opened_at=now) for spec in specs
-        ]
+    def open(self, spec: SessionSpec) -> LiveSession:
+        """Open a session. Raises SessionExists, LogBroken."""
+        if spec.session_id in self._live or spec.session_id in self._unread:
+            raise SessionExists(f"session {spec.session_id} is already open.", "session_id")
+        opened = Opened(spec=spec, token=self._token_prefix + secrets.token_urlsafe(24), opened_at=self._clock())
         if self._log is not None:
+            self._log.remove(spec.session_id)
             try:
-                for one in opened:
-                    self._log.remove(one.spec.session_id)
-                    self._log.open(one)
+                self._log.open(opened)
             except LogBroken:
-                for one in opened:
-                    self._log.remove(one.spec.session_id)
+                self._log.remove(spec.session_id)
                 raise
-        return [self._enter(one, Session(one.spec, one.opened_at, keeps_answers=self._keeps_answers)) for one in opened]
+        return self._enter(opened, Session(spec, opened.opened_at, keeps_answers=self._keeps_answers))
 
     def _enter(self, opened: Opened, core: Session) -> LiveSession:
         live = LiveSession(

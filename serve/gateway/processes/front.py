@@ -13,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import orjson
@@ -54,7 +52,6 @@ class Front:
         app.router.add_get("/", self._alive)
         app.router.add_get("/healthz", self._alive)
         app.router.add_post("/sessions", self._open)
-        app.router.add_post("/sessions/finish", self._finish_many)
         for suffix, method in (("/finish", "POST"), ("/export", "GET"), ("", "DELETE")):
             app.router.add_route(method, f"/sessions/{{session_id:.+}}{suffix}", self._of_session)
         app.router.add_route("*", "/s/{token}/{path:.*}", self._of_token)
@@ -81,63 +78,15 @@ class Front:
         if not self._is_admin(request):
             return await self._passed(request, 0)
         body = await self._body(request) or b"{}"
-        document = _object(body)
-        if document is None:
+        try:
+            document = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            document = None
+        if not isinstance(document, dict):
             return await self._asked(request, 0, body)
-        if "sessions" not in document:
-            if document.get("session_id") is None:
-                document["session_id"] = f"session-{secrets.token_hex(8)}"
-            return await self._asked(request, self._place(str(document["session_id"])), orjson.dumps(document))
-        entries = document["sessions"]
-        if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-            return await self._asked(request, 0, body)
-        names = [str(entry.get("session_id", "")) for entry in entries]
-        if len(set(names)) < len(names):
-            # Which each process would only see of its own.
-            return await self._asked(request, 0, body)
-        opened: dict[int, Any] = {}
-        refusal = await self._spread(request, document, "sessions", names, "sessions", opened)
-        if refusal is None:
-            return json_response({"sessions": [opened[index] for index in range(len(entries))]})
-        # All are opened, or none.
-        for name in (names[index] for index in opened):
-            path = f"/sessions/{quote(name, safe='')}"
-            await self._asked(request, self._place(name), b"", method="DELETE", path=path)
-        return refusal
-
-    async def _finish_many(self, request: web.Request) -> web.StreamResponse:
-        if not self._is_admin(request):
-            return await self._passed(request, 0)
-        body = await self._body(request)
-        document = _object(body) or {}
-        names = document.get("session_ids")
-        if not isinstance(names, list) or not names:
-            return await self._asked(request, 0, body)
-        reports: dict[int, Any] = {}
-        refusal = await self._spread(request, document, "session_ids", [*map(str, names)], "reports", reports)
-        return refusal or json_response({"reports": [reports[index] for index in range(len(names))]})
-
-    async def _spread(
-        self,
-        request: web.Request,
-        document: dict[str, Any],
-        field: str,
-        names: Sequence[str],
-        answers: str,
-        found: dict[int, Any],
-    ) -> web.Response | None:
-        """Ask each process for the entries of `field` whose sessions it has, and add what it lists in `answers` to
-        `found`, by the index of the entry. `names` are the ids of the entries. Return the first refusal, if any."""
-        by_place: defaultdict[int, list[int]] = defaultdict(list)
-        for index, name in enumerate(names):
-            by_place[self._place(name)].append(index)
-        for place, indices in by_place.items():
-            asked = document | {field: [document[field][index] for index in indices]}
-            response = await self._asked(request, place, orjson.dumps(asked))
-            if response.status != 200:
-                return response
-            found |= dict(zip(indices, orjson.loads(response.body)[answers], strict=True))  # type: ignore[arg-type]
-        return None
+        if document.get("session_id") is None:
+            document["session_id"] = f"session-{secrets.token_hex(8)}"
+        return await self._asked(request, self._place(str(document["session_id"])), orjson.dumps(document))
 
     def _is_admin(self, request: web.Request) -> bool:
         return hmac.compare_digest(bearer_of(request).encode("utf-8", "surrogateescape"), self._admin_token)
@@ -149,18 +98,14 @@ class Front:
             refused = web.HTTPRequestTimeout if error.status == 408 else web.HTTPBadRequest
             raise refused(body=refusal_of(str(error)), content_type="application/json") from None
 
-    async def _asked(
-        self, request: web.Request, place: int, body: bytes, *, method: str = "", path: str = ""
-    ) -> web.Response:
+    async def _asked(self, request: web.Request, place: int, body: bytes) -> web.Response:
         """Return the response of a process to an admin request with this body."""
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
 
         async def send(url: URL) -> aiohttp.ClientResponse:
-            return await self._http.request(
-                method or request.method, url, headers=headers, data=body, allow_redirects=False
-            )
+            return await self._http.request(request.method, url, headers=headers, data=body, allow_redirects=False)
 
-        async with await self._sent(place, path or request.raw_path, send) as found:
+        async with await self._sent(place, request.raw_path, send) as found:
             return web.Response(status=found.status, body=await found.read(), content_type="application/json")
 
     async def _passed(self, request: web.Request, place: int) -> web.StreamResponse:
@@ -186,14 +131,6 @@ class Front:
                 raise _unavailable("the process of this session is starting") from None
             except aiohttp.ClientError:
                 raise _unavailable("the process of this session has ended") from None
-
-
-def _object(body: bytes) -> dict[str, Any] | None:
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    return document if isinstance(document, dict) else None
 
 
 def _unavailable(reason: str) -> web.HTTPException:
