@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +36,8 @@ from headrace.buffer.tasks.evaluators import NoEvaluator
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.buffer.trajectories.types import Cause, RolloutId
 from headrace.serve.gateway.capture.rows import TranscriptTurn
-from headrace.serve.gateway.http.codec import FinishForm
+from headrace.serve.gateway.capture.session import SessionId
+from headrace.serve.gateway.http.codec import read_spec
 
 ABOUT = About(model="/models/tiny", recipe_sha256="00")
 HOSTILE = ("../../etc/passwd", "a/b", "..", ".", "/", "a\x00b", "con\n", "ä" * 300, "\ud800", " ", "x" * 500)
@@ -133,7 +135,7 @@ def test_every_task_id_has_a_unique_name_that_is_not_a_path(ids: list[str]) -> N
     assert all(re.fullmatch(r"[A-Za-z0-9_-]*(\.[0-9a-f]{16})?", name) for name in names)
     for task_id in ids:
         session_id = f"{answer_id('step-10', TaskId(task_id), 3)}.1.0123abcd"
-        FinishForm.model_validate({"session_ids": [session_id]})
+        assert read_spec(orjson.dumps({"session_id": session_id}), SessionId("other")).session_id == session_id
 
 
 def test_folders_for_hostile_ids_stay_inside_the_root(tmp_path: Path) -> None:
