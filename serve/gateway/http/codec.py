@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from headrace.buffer.trajectories.types import Row
 from headrace.serve.gateway.capture.rows import Lineage, Masked, SessionReport, tree_of
@@ -45,23 +45,24 @@ def read_spec(body: bytes, default_id: SessionId, most_context: int | None = Non
     `budgets`. Where nothing sets the session's context length it is `most_context` (None: our default). Raises a
     BadRequest that names the first invalid key."""
     try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        # Python's own JSON has NaN and Infinity, which the checks of their fields name.
+        document = from_json(body, allow_inf_nan=True)
+    except ValueError as error:
         raise BadRequest(f"body: {error}", None) from None
     if not isinstance(document, dict):
         raise BadRequest("body: not a JSON object", None)
+    short = document.pop("max_context_tokens", None)
     if document.get("session_id") is None:
         document["session_id"] = default_id
     if isinstance(document.get("budgets", {}), dict):
         # The context length of the engines is a default.
-        short = document.pop("max_context_tokens", None)
         given = {"max_context_tokens": most_context} if most_context else {}
         own = {"max_context_tokens": short} if short is not None else {}
         document["budgets"] = given | document.get("budgets", {}) | own
     try:
         return _SPEC.validate_python(document)
     except ValidationError as error:
-        raise _refused(error) from None
+        raise _refused(error, "budgets." if short is not None else "") from None
 
 
 def read_form(form: type[FormT], body: bytes) -> FormT:
@@ -72,9 +73,11 @@ def read_form(form: type[FormT], body: bytes) -> FormT:
         raise _refused(error) from None
 
 
-def _refused(error: ValidationError) -> BadRequest:
+def _refused(error: ValidationError, prefix: str = "") -> BadRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:_MOST_OF_A_KEY]
+    if where == f"{prefix}max_context_tokens":
+        where = "max_context_tokens"
     return BadRequest(f"{where or 'body'}: {first['msg']}", where or None)
 
 
