@@ -128,30 +128,40 @@ class SpanIntake:
 
     def __init__(self, file: SpanFile, project: Mapping[str, Any]) -> None:
         self._file, self._project = file, dict(project)
+        self._one = asyncio.Lock()
 
     async def take(self, body: bytes, content_type: str, adopt: Callable[[Span], dict[str, Any]]) -> tuple[bytes, str]:
         """Append the spans of a request that `adopt` returns. Return the body of the answer and its type. Raises
         OtlpUnreadable."""
         is_protobuf = content_type.startswith(PROTOBUF)
-        lines, rejected = [], 0
-        for resource, scope, span in _spans_of(_document_of(body, is_protobuf=is_protobuf)):
-            try:
-                line = line_from(adopt(span), self._resource(resource), scope)
-            except _MALFORMED:
-                rejected += 1
-                continue
-            if self._file.admit():
-                lines.append(line)
-            else:
-                rejected += 1
-        if lines:
-            # A disk that does not answer must not stop the loop.
-            await asyncio.to_thread(self._file.append, lines)
+        # A large body, or a disk that does not answer, must not stop the loop; one at a time, since they share its CPU.
+        async with self._one:
+            rejected = await asyncio.to_thread(self._append, body, adopt, is_protobuf=is_protobuf)
         return _answer(rejected, is_protobuf=is_protobuf)
 
-    def _resource(self, sent: Mapping[str, Any]) -> bytes:
-        theirs = bounded(values_of(sent.get("attributes", ())))
-        return orjson.dumps(resource_of(theirs | self._project))
+    def _append(self, body: bytes, adopt: Callable[[Span], dict[str, Any]], *, is_protobuf: bool) -> int:
+        """Append the spans of a request; return the number of those that were not taken. Raises OtlpUnreadable."""
+        lines, rejected = [], 0
+        for sent, scopes in _groups_of(_document_of(body, is_protobuf=is_protobuf)):
+            try:
+                theirs = bounded(values_of(sent.get("attributes", ())))
+                resource = orjson.dumps(resource_of(theirs | self._project))
+            except _MALFORMED:
+                rejected += sum(1 for _ in scopes)
+                continue
+            for scope, span in scopes:
+                try:
+                    line = line_from(adopt(span), resource, scope)
+                except _MALFORMED:
+                    rejected += 1
+                    continue
+                if self._file.admit():
+                    lines.append(line)
+                else:
+                    rejected += 1
+        if lines:
+            self._file.append(lines)
+        return rejected
 
 
 def _document_of(body: bytes, *, is_protobuf: bool) -> dict[str, Any]:
@@ -165,22 +175,27 @@ def _document_of(body: bytes, *, is_protobuf: bool) -> dict[str, Any]:
         document: dict[str, Any] = MessageToDict(message, use_integers_for_enums=True)
     except (orjson.JSONDecodeError, DecodeError) as error:
         raise OtlpUnreadable(f"the body is not OTLP: {error}") from None
-    for _, _, span in _spans_of(document):
-        # Protobuf's JSON has bytes in base64, OTLP's has ids in hexadecimal.
-        for each in (span, *span.get("links", ())):
-            each |= {key: b64decode(each[key]).hex() for key in ("traceId", "spanId", "parentSpanId") if key in each}
+    for _, scopes in _groups_of(document):
+        for _, span in scopes:
+            # Protobuf's JSON has bytes in base64, OTLP's has ids in hexadecimal.
+            for each in (span, *span.get("links", ())):
+                ids = (key for key in ("traceId", "spanId", "parentSpanId") if key in each)
+                each |= {key: b64decode(each[key]).hex() for key in ids}
     return document
 
 
-def _spans_of(document: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
-    """Yield resource, name of the scope, and span; what has another form is left out."""
+def _groups_of(document: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]]:
+    """Yield each resource with its spans and the names of their scopes; what has another form is left out."""
     for group in _dicts(document.get("resourceSpans")):
         resource = group.get("resource")
-        for scope in _dicts(group.get("scopeSpans")):
-            named = scope.get("scope")
-            name = str(named.get("name", "")) if isinstance(named, dict) else ""
-            for span in _dicts(scope.get("spans")):
-                yield resource if isinstance(resource, dict) else {}, name[:MAX_NAME_CHARACTERS], span
+        yield resource if isinstance(resource, dict) else {}, _spans_of(group)
+
+
+def _spans_of(group: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for scope in _dicts(group.get("scopeSpans")):
+        named = scope.get("scope")
+        name = str(named.get("name", "")) if isinstance(named, dict) else ""
+        yield from ((name[:MAX_NAME_CHARACTERS], span) for span in _dicts(scope.get("spans")))
 
 
 def _dicts(found: Any) -> Iterator[dict[str, Any]]:

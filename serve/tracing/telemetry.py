@@ -159,7 +159,7 @@ class TelemetryHandle:
         return self.file.done >= ended
 
     def intake(self) -> SpanIntake | None:
-        """Return the way of other programs' spans into this process's file; None without one."""
+        """Return an intake that writes other programs' spans to this process's file; None if there is no file."""
         if self.provider is None or self.file is None:
             return None
         named = self.provider.resource.attributes

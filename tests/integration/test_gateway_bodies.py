@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from headrace.serve.gateway.capture.session import Budgets
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.turns import MAX_RUNNING_TURNS
+from headrace.serve.tracing.telemetry import TelemetryConfig, configure
 from support.gateway_rig import ANTHROPIC, CHAT, GUARD_S, WIRES, Client, Reply, Wire, World, until, world
 from support.raw_http import RawConnection, head_of, raw_connection
 from support.wires import read_refusal
@@ -139,6 +140,30 @@ async def test_a_body_without_room_until_its_deadline_is_an_infra_failure(model_
         assert reply.status == {"anthropic": 529}.get(wire.name, 503)
         report = await w.finish()
         assert [failure.partition(":")[0] for failure in report.failures] == ["gateway_busy"]
+
+
+async def test_spans_of_an_agent_without_room_are_refused_and_its_rollout_counts(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Its answers do not depend on them, so nothing of ours failed that the rollout needs."""
+    telemetry = configure(TelemetryConfig(), process="gateway", spans_dir=tmp_path, install=False)
+    traced = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
+    budgets = {"max_total_body_bytes": KIB, "body_timeout_s": 0.3}
+    async with world(model_dir, intake=telemetry.intake(), **budgets) as w:
+        first, small = [await w.client(session_id=name) for name in ("first", "small")]
+        base_url = await w.open(**traced)
+        async with raw_connection(w.url, unfinished(w, first, 2 * KIB)):
+            await in_order(w)
+            asking = asyncio.ensure_future(w.http.post(f"{base_url}/v1/traces", data=b" " * 4 * KIB))
+            await in_order(w)
+            async with raw_connection(w.url, unfinished(w, small, 2 * KIB)):
+                assert (await asking).status == 503
+        async with w.http.post(f"{base_url}/v1/traces", json={"resourceSpans": [1, {}]}) as answer:
+            assert (answer.status, await answer.json()) == (200, {})
+        async with w.http.post(f"{base_url}/v1/traces", data=b"{") as answer:
+            assert answer.status == 400
+        assert (await w.finish()).failures == ()
+    telemetry.shutdown()
 
 
 # Deadlines.

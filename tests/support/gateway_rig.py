@@ -30,6 +30,7 @@ from headrace.serve.gateway.http.gateway import Gateway
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
+from headrace.serve.tracing.foreign_spans import SpanIntake
 from support.loopback import on_loopback
 from support.scripted_engine import Ask, Fault, ScriptedEngine
 from support.wires import fold_anthropic, fold_chat, fold_responses
@@ -422,6 +423,7 @@ async def world(
     end: str = "<|im_end|>",
     renderer: Renderer | None = None,
     tracer: Tracer | None = None,
+    intake: SpanIntake | None = None,
     engine_type: type[Engine] = Engine,
     in_processes: bool = False,
     **config: Any,
@@ -432,7 +434,7 @@ async def world(
     settings = GatewayConfig(**given)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     given_renderer = None if in_processes else renderer or renderer_of(model_dir)
-    gateway = Gateway(settings, ADMIN, renderer=given_renderer, tracer=tracer)
+    gateway = Gateway(settings, ADMIN, renderer=given_renderer, tracer=tracer, intake=intake)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):
         url = await gateway.start()
         try:

@@ -11,6 +11,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.trace import get_current_span
 
+from headrace.actors.telemetry.spans import store
 from headrace.actors.telemetry.spans.exporting import join_strays
 from headrace.actors.telemetry.spans.receiver import request_of
 from headrace.actors.telemetry.spans.store import SpanFolder, span_of
@@ -128,6 +129,44 @@ async def test_times_sizes_and_numbers_are_limited(tmp_path: Path, monkeypatch: 
     assert second["attributes"]["deep"] == [[[[[]]]]]
     assert len(third["detail"]) == 2048
     assert answer["partialSuccess"]["rejectedSpans"] == "2", "the malformed one, and the one beyond the limit"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"endTimeUnixNano": "soon"},
+        {"kind": "server"},
+        {"events": 5},
+        {"links": 5},
+        {"status": None},
+        {"attributes": [{"key": 5, "value": {"intValue": "x"}}]},
+    ],
+)
+async def test_a_malformed_span_is_rejected_and_raises_nothing(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """An error would count as the gateway's own, and make the agent's rollout void."""
+    telemetry = telemetry_in(tmp_path)
+    intake = telemetry.intake()
+    assert intake is not None
+    body = orjson.dumps(request(span(1, **fields), span(2)))
+    answer, _ = await intake.take(body, "application/json", agent_trace().adopted)
+    telemetry.shutdown()
+    assert orjson.loads(answer)["partialSuccess"]["rejectedSpans"] == "1"
+    assert [each["name"] for each in SpanFolder(tmp_path).spans()] == ["s2"]
+
+
+async def test_the_reader_holds_a_bounded_number_of_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MAX_RESOURCES", 4)
+    telemetry = telemetry_in(tmp_path)
+    intake = telemetry.intake()
+    assert intake is not None
+    for number in range(20):
+        body = orjson.dumps(request(span(number), service=f"service-{number}"))
+        await intake.take(body, "application/json", agent_trace().adopted)
+    telemetry.shutdown()
+    folder = SpanFolder(tmp_path)
+    found = [each["resource"]["service.name"] for each in folder.spans()]
+    assert found == [f"service-{number}" for number in range(20)]
+    assert len(folder._resources) <= 4
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"\\ud800"', b"\x00\xff"])

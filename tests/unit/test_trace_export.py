@@ -208,6 +208,22 @@ async def test_a_trace_that_the_collector_refuses_is_counted_and_the_others_foll
     assert Cursor.read(tmp_path / OBSERVER / CURSOR).refused == 1
 
 
+async def test_a_stored_span_that_is_not_otlp_is_counted_and_the_others_follow(tmp_path: Path) -> None:
+    await make_run(tmp_path)
+    path = tmp_path / FOLDER / "engines-9.jsonl"
+    now = str(time.time_ns() - 10**9)
+    odd = {"traceId": "5" * 32, "spanId": "6" * 16, "parentSpanId": "zz", "name": "odd", "endTimeUnixNano": now}
+    odd |= {"startTimeUnixNano": now}
+    group = {"resource": {"attributes": []}, "scopeSpans": [{"scope": {"name": "x"}, "spans": [odd]}]}
+    path.write_bytes(orjson.dumps({"resourceSpans": [group]}) + b"\n")
+    with http_collector() as (url, collected):
+        export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), share=1.0)
+        assert export.round(grace_s=0.0)
+        spans = collected.spans()
+    assert len(set(ids(spans))) == len(spans) == 59 * 5 + 1
+    assert (export.cursor.refused, export.cursor.open) == (1, {})
+
+
 async def test_spans_of_other_nodes_that_come_after_the_observer_has_ended_are_sent_by_the_next(tmp_path: Path) -> None:
     rollouts = await make_run(tmp_path, ago_s=101.0)
     (tmp_path / FOLDER).rename(tmp_path / "elsewhere")

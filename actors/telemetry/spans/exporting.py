@@ -221,21 +221,19 @@ def batches(store: SpanFolder, cursor: Cursor) -> Iterator[dict[str, list[dict[s
 def join_strays(spans: list[dict[str, Any]]) -> None:
     """Put the agent's own spans of a whole trace below the span of the agent if their parents lead nowhere: they were
     never sent, or form a circle."""
-    agents = [span["span_id"] for span in spans if span["name"].startswith(names.AGENT) and not _is_sent(span)]
     sent = {span["span_id"]: span for span in spans if _is_sent(span)}
-    joined = {span["span_id"] for span in spans} - sent.keys()
+    rooted = {span["span_id"] for span in spans} - sent.keys()
+    own = (span["span_id"] for span in spans if span["name"].startswith(names.AGENT) and span["span_id"] in rooted)
+    if not sent or (agent := next(own, None)) is None:
+        return
     for span in sent.values():
-        way, each = [], span
-        while each["span_id"] not in joined:
-            joined.add(each["span_id"])
-            way.append(each)
-            parent = each["parent_id"]
-            if parent in joined and parent not in {passed["span_id"] for passed in way}:
-                break
-            if parent in sent and parent not in joined:
-                each = sent[parent]
-            elif agents:
-                each["parent_id"] = each["otlp"]["scopeSpans"][0]["spans"][0]["parentSpanId"] = agents[0]
+        way, each = {span["span_id"]}, span
+        while each["parent_id"] in sent and each["parent_id"] not in rooted | way:
+            each = sent[each["parent_id"]]
+            way.add(each["span_id"])
+        if each["parent_id"] not in rooted:
+            each["parent_id"] = each["otlp"]["scopeSpans"][0]["spans"][0]["parentSpanId"] = agent
+        rooted |= way
 
 
 def _is_sent(span: Mapping[str, Any]) -> bool:

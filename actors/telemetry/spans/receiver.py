@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-from google.protobuf.json_format import ParseDict
+from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -81,9 +81,12 @@ class Receiver:
 
     def send(self, spans: Collection[Mapping[str, Any]]) -> Sent:
         """Send stored spans, as `store.span_of` returns them, in one request, within about `EXPORT_S`."""
-        request = request_of(spans)
         by = self._by_http if self._channel is None else self._by_grpc
-        sent, why = by(request)
+        try:
+            sent, why = by(request_of(spans))
+        except (ParseError, ValueError) as error:
+            # A stored line of another program, such as one with an id that is not hexadecimal.
+            sent, why = Sent.REFUSED, f"not OTLP: {error}"
         if sent is not Sent.TAKEN and sent is not self._last:
             again = "and is asked again" if sent is Sent.LATER else "for good"
             logger.warning("%s does not take %d spans, %s: %s", self.url, len(spans), again, why)
@@ -127,7 +130,8 @@ class Receiver:
 
 
 def request_of(spans: Iterable[Mapping[str, Any]]) -> ExportTraceServiceRequest:
-    """Return the request with these stored spans; those of one process share a resource."""
+    """Return the request with these stored spans; those of one process share a resource. Raises ParseError, ValueError
+    for a span that is not OTLP."""
     groups: dict[int, dict[str, Any]] = {}
     for span in spans:
         # The reader gives all spans of a process one object.

@@ -31,6 +31,8 @@ REMOVED_FILE: Final = "removed.json"
 TORN: Final = "torn"
 KEPT: Final = ".kept"
 """Mark in the name of a file from which ordinary spans were removed."""
+MAX_RESOURCES: Final = 1024
+"""Resources that are held: one for each process, and any number that agents send."""
 BEING_WRITTEN_S: Final = 60.0
 """Age below which a line without an end is one that is being written."""
 _NUMBERED: Final = re.compile(r"^(?P<process>.+)\.(?P<number>\d{6,})(?:\.kept)?\.jsonl(?:\.zst)?$")
@@ -115,7 +117,9 @@ class SpanFolder:
                     except (orjson.JSONDecodeError, LookupError, TypeError, ValueError, AttributeError):
                         self.torn += line.endswith(b"\n") or changed_s(path) < time.time() - BEING_WRITTEN_S
                         continue
-                    self._resources.setdefault(key, span["resource"])
+                    if len(self._resources) >= MAX_RESOURCES:
+                        self._resources.clear()
+                    self._resources[key] = span["resource"]
                     yield span
         except FileNotFoundError:
             return

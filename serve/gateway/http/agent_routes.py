@@ -89,7 +89,7 @@ class AgentRoutes:
             app.router.add_post(f"{prefix}/v1/responses", self._turn_on(_RESPONSES))
             app.router.add_post(f"{prefix}/v1/tokenize", self._guarded(_CHAT, self._tokenize))
             app.router.add_post(f"{prefix}/v1/responses/input_tokens", self._counts(_RESPONSES, _RESPONSES.parse))
-            app.router.add_post(f"{prefix}/v1/traces", self._guarded(_CHAT, self._traces))
+            app.router.add_post(f"{prefix}/v1/traces", self._guarded(_CHAT, self._traces, marks=False))
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         app.router.add_get("/s/{token}/", alive)
@@ -196,8 +196,9 @@ class AgentRoutes:
 
         return await self._guarded(dialect, models)(request)
 
-    def _guarded(self, dialect: Dialect, handler: Handler) -> Handler:
-        """Wrap a handler so that its failures are classified and reported in the dialect."""
+    def _guarded(self, dialect: Dialect, handler: Handler, *, marks: bool = True) -> Handler:
+        """Wrap a handler so that its failures are classified and reported in the dialect. With `marks`, those of ours
+        make the session's outcome infra."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
@@ -211,8 +212,9 @@ class AgentRoutes:
             except Exception:
                 self._logger.exception(self._name(request), "request %s failed", request.path.rsplit("/", 1)[-1])
                 failure = GatewayBroken(_DEFECT)
-            with suppress(LogBroken):
-                mark(self._sessions.by_token(token_of(request)), failure)
+            if marks:
+                with suppress(LogBroken):
+                    mark(self._sessions.by_token(token_of(request)), failure)
             if isinstance(failure, BodyUnreadable):
                 self._logger.warning(self._name(request), "%s", failure)
             response = json_response(dialect.error(failure), dialect.status(failure))

@@ -239,21 +239,18 @@ class EnginePool:
                 if isinstance(outcome, EngineError):
                     timed.span.record_exception(outcome)
                 elif timed.span.is_recording():
-                    reported = {
+                    found: dict[str, AttributeValue | None] = {
                         span_names.ENGINE_QUEUE_S: outcome.queue_s,
                         span_names.ENGINE_PREFILL_S: outcome.prefill_s,
                         span_names.ENGINE_TOTAL_S: outcome.total_s,
+                        span_names.HELD_S: self.router.closed_s(engine_id, self._clock()) - closed_s,
+                        span_names.CACHED_TOKENS: outcome.cached_tokens,
+                        span_names.RETRACTIONS: outcome.retractions,
+                        span_names.VERSIONS: [str(part.version) for part in outcome.spans],
+                        span_names.FINISH_REASONS: [outcome.finish.value],
                     }
-                    timed.span.set_attributes({name: each for name, each in reported.items() if each is not None})
-                    timed.span.set_attributes(
-                        {
-                            span_names.HELD_S: self.router.closed_s(engine_id, self._clock()) - closed_s,
-                            span_names.CACHED_TOKENS: outcome.cached_tokens,
-                            span_names.RETRACTIONS: outcome.retractions,
-                            span_names.VERSIONS: [str(part.version) for part in outcome.spans],
-                            span_names.FINISH_REASONS: [outcome.finish.value],
-                        }
-                    )
+                    # An engine need not report its times.
+                    timed.span.set_attributes({name: each for name, each in found.items() if each is not None})
                 return outcome
         finally:
             if timed is not None:
