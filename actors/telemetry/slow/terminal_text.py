@@ -12,17 +12,9 @@ from typing import Any, Final
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.slow.cohort import Cohorts, Typical
 from headrace.actors.telemetry.slow.rows import RolloutTime, RunTimes, in_order
-from headrace.actors.telemetry.slow.timelines import AttemptTimeline, lanes_of, longest_of, merged_lines
+from headrace.actors.telemetry.slow.timelines import AttemptTimeline, kind_of_part, lanes_of, longest_of, merged_lines
 from headrace.actors.telemetry.slow.verdicts import SlowReport, Verdict, explain
-from headrace.buffer.trajectories.breakdown import (
-    BOOT,
-    ENGINE_DECODE,
-    ENGINE_PREFILL,
-    ENGINE_QUEUE,
-    EVALUATE_QUEUE,
-    GATE,
-    QUEUE,
-)
+from headrace.buffer.trajectories.breakdown import BOOT
 
 BAR: Final = 40
 """Characters of the longest bar."""
@@ -32,16 +24,10 @@ COLUMNS: Final = 96
 MOST_LANES: Final = 24
 LONGEST_LINES: Final = 10
 LETTERS: Final = {
-    QUEUE: "q",
-    BOOT: "b",
-    GATE: "h",
-    ENGINE_QUEUE: "q",
-    ENGINE_PREFILL: "p",
-    ENGINE_DECODE: "d",
-    EVALUATE_QUEUE: "q",
-}
-"""Letters of parts in a timeline; others have that of their track."""
-LETTERS_OF_TRACKS: Final = {
+    "wait": "q",
+    "hold": "h",
+    "prefill": "p",
+    "decode": "d",
     "sandbox": "s",
     "agent": "o",
     "turns": "w",
@@ -50,6 +36,7 @@ LETTERS_OF_TRACKS: Final = {
     "evaluation": "e",
     "rest": ".",
 }
+"""Letters of the kinds of parts in a timeline; a boot has its own."""
 KEY_OF_LETTERS: Final = (
     "letters: q queue, b boot, s other work on the sandbox, h hold (gate closed), p prefill, d decode, "
     "w rest of a turn, t tool, v service, o agent's own time, e evaluation, . rest; every other call in capitals"
@@ -163,7 +150,7 @@ def timeline_lines(attempt: AttemptTimeline) -> list[str]:
     lanes, above = list(lanes_of(segments)), ""
     for track, lane in lanes[:MOST_LANES]:
         cells = [" "] * COLUMNS
-        letters = [LETTERS.get(each.part) or LETTERS_OF_TRACKS[track] for each in lane]
+        letters = ["b" if each.part == BOOT else LETTERS[kind_of_part(each.part)] for each in lane]
         if track in ("tools", "services"):
             # Calls that touch are told apart.
             letters[1::2] = map(str.upper, letters[1::2])

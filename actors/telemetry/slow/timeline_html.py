@@ -15,22 +15,14 @@ from typing import Final
 from headrace.actors.telemetry.slow.terminal_text import printable
 from headrace.actors.telemetry.slow.timelines import (
     AttemptTimeline,
+    kind_of_part,
     lanes_of,
     longest_of,
     merged_lines,
     title_of,
-    track_of,
 )
 from headrace.buffer.primitives.critical_path import Segment
-from headrace.buffer.trajectories.breakdown import (
-    BOOT,
-    ENGINE_DECODE,
-    ENGINE_PREFILL,
-    ENGINE_QUEUE,
-    EVALUATE_QUEUE,
-    GATE,
-    QUEUE,
-)
+from headrace.buffer.trajectories.breakdown import BOOT
 
 WIDTH: Final = 1000
 LEFT: Final = 84
@@ -42,15 +34,6 @@ LEAST: Final = 1.0
 """Units of the shortest segment that is drawn."""
 TICKS: Final = 8
 STEPS_S: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400)
-KINDS: Final = {
-    QUEUE: "wait",
-    EVALUATE_QUEUE: "wait",
-    GATE: "hold",
-    ENGINE_QUEUE: "wait",
-    ENGINE_PREFILL: "prefill",
-    ENGINE_DECODE: "decode",
-}
-"""Kinds of parts that have a colour of their own; others have that of their track."""
 LEGEND: Final = {
     "wait": "queue",
     "hold": "hold (gate closed)",
@@ -165,9 +148,7 @@ def _axis(wall_s: float, scale: float, height: float) -> Iterator[str]:
 
 def kind_of(segment: Segment) -> str:
     """Return the kind of a segment, which has a colour. A boot that failed has its error behind its host."""
-    if segment.part == BOOT and ": " in segment.detail:
-        return "failed"
-    return KINDS.get(segment.part, track_of(segment.part))
+    return "failed" if segment.part == BOOT and ": " in segment.detail else kind_of_part(segment.part)
 
 
 def _box(segment: Segment, scale: float, top: float) -> str:

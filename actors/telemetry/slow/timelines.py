@@ -20,8 +20,14 @@ from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import (
     BEFORE_AGENT,
+    ENGINE_DECODE,
+    ENGINE_PREFILL,
+    ENGINE_QUEUE,
+    EVALUATE_QUEUE,
+    GATE,
     OF_EVALUATION,
     OWN,
+    QUEUE,
     RELEASE,
     SERVICE,
     TOOL,
@@ -34,6 +40,14 @@ MAX_ATTEMPTS: Final = 8
 LONGEST: Final = 20
 """Segments that are listed beside a drawing."""
 TRACKS: Final = ("sandbox", "agent", "turns", "tools", "services", "evaluation", "rest")
+KINDS: Final = {
+    QUEUE: "wait",
+    EVALUATE_QUEUE: "wait",
+    GATE: "hold",
+    ENGINE_QUEUE: "wait",
+    ENGINE_PREFILL: "prefill",
+    ENGINE_DECODE: "decode",
+}
 TOUCHING_S: Final = 2e-4
 """Segments that overlap by less are consecutive: stored times are rounded to half of this."""
 
@@ -107,6 +121,11 @@ def track_of(part: str) -> str:
     if part == OWN:
         return "agent"
     return "turns" if is_of_agent(part) else "rest"
+
+
+def kind_of_part(part: str) -> str:
+    """Return what a drawing tells apart: the kind of a wait or of an engine's work, else the track of the part."""
+    return KINDS.get(part) or track_of(part)
 
 
 def lanes_of(segments: Iterable[Segment]) -> Iterator[tuple[str, list[Segment]]]:
