@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -193,11 +193,10 @@ class RetailEnvironment:
         self._config = config
         self.services = (config.service,) if config.service else ()
 
-    def check(self, tasks: Iterable[Task]) -> None:
-        """Load the shop and parse the goals of all tasks. Raises ConfigError."""
+    def check(self, task: Task) -> None:
+        """Load the shop, once, and parse the goal of a task. Raises ConfigError."""
         load_shop(self._config)
-        for task in tasks:
-            goal_of(task)
+        goal_of(task)
 
     async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> RetailEpisode:
         """Open an episode; the customer speaks first. Raises ServiceDown, and ConfigError for a task of another
