@@ -179,11 +179,13 @@ class OptionRefused(ServeError):
 
 
 class GatewayUnreachable(ServeError):
-    """The gateway did not answer an admin call, or refused it (`answered` is true); the worker reports it as infra."""
+    """The gateway did not answer an admin call, or refused it (`answered` is true, and `code` is that of its error);
+    the worker reports it as infra."""
 
-    def __init__(self, message: str, *, answered: bool = False) -> None:
+    def __init__(self, message: str, *, answered: bool = False, code: str = "") -> None:
         super().__init__(message)
         self.answered = answered
+        self.code = code
 
 
 class ParserUnknown(ServeError):

@@ -6,6 +6,7 @@ Invariants:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 from urllib.parse import quote
@@ -59,7 +60,13 @@ class GatewayClient:
         """Close a session and return its report, which includes every turn as text if `conversation` is true. Raises
         SessionUnknown, GatewayUnreachable."""
         path = f"/sessions/{quote(session_id, safe='')}/finish"
-        return codec.read_report(await self._post(path, {"packed": True, "conversation": conversation}))
+        try:
+            report = await self._post(path, {"packed": True, "conversation": conversation})
+        except GatewayUnreachable as error:
+            if error.code in (SessionUnknown.code, LogBroken.code):
+                raise SessionUnknown(f"{error} (it was closed, or lost in a restart)") from error
+            raise
+        return codec.read_report(report)
 
     async def _post(self, path: str, body: dict[str, object]) -> dict[str, Any]:
         if self._http is None:
@@ -72,8 +79,13 @@ class GatewayClient:
             raise GatewayUnreachable(f"gateway {self._url}{path}: {reason(error)}") from error
         if status != 200:
             answer = f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}"
-            if any(code.encode() in data for code in (SessionUnknown.code, LogBroken.code)):
-                raise SessionUnknown(f"{answer} (it was closed, or lost in a restart)")
-            raise GatewayUnreachable(answer, answered=True)
+            raise GatewayUnreachable(answer, answered=True, code=_code_of(data))
         document: dict[str, Any] = orjson.loads(data)
         return document
+
+
+def _code_of(data: bytes) -> str:
+    """Return the code of the gateway's error, "" for an answer of something else."""
+    with suppress(orjson.JSONDecodeError, TypeError, KeyError):
+        return str(orjson.loads(data)["error"]["code"])
+    return ""
