@@ -364,5 +364,9 @@ def _create(
 
 def _rewrite(folder: Path, record: IncarnationRecord) -> IncarnationRecord:
     """Rewrite the file of an incarnation, then return the newest one. Raises OSError."""
+    newest = _newest(folder)
+    if newest is not None and newest.number > record.number and newest.is_readable:
+        # A holder that has been replaced learns it by reading alone: its last look must not wait for a busy disk.
+        return newest
     replace_file(_path(folder, record.number), orjson.dumps(asdict(record)) + b"\n")
     return _newest(folder) or record
