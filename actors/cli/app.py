@@ -263,6 +263,7 @@ def evaluate(
 ) -> None:
     """Evaluate a policy on held-out tasks without training, and store a record of every answer (docs/evaluation.md)."""
     from headrace.actors.cli.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
+    from headrace.actors.rollouts.summary import summary_document, summary_lines
 
     evaluation = prepare_evaluation(
         EvalRequest(
@@ -277,8 +278,8 @@ def evaluate(
         )
     )
     summary = drive_evaluation(evaluation, quiet=quiet)
-    write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
-    say(*summary.lines())
+    write_json(summary_document(summary, evaluation.about) | {"out": str(evaluation.out)}, json)
+    say(*summary_lines(summary))
     say(f"see {evaluation.out}")
     if summary.success is None:
         raise typer.Exit(EXIT_FAILED)

@@ -25,11 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.metrics import EvaluationSummary
 from headrace.actors.rollouts.answers import Answer
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressure
 from headrace.actors.rollouts.records import RolloutStore
-from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
+from headrace.actors.rollouts.summary import summarize_answers, write_summary
 from headrace.actors.rollouts.worker_slots import POLL_S, RETRY_S, Attempt, WorkerSlots
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool

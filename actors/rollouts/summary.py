@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import orjson
 
+from headrace.actors.record.files.metrics import EvaluationSummary, PassRate, SourceSuccess
 from headrace.actors.rollouts.answers import Answer, json_bytes
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.primitives.durable_files import replace_file
@@ -40,88 +41,46 @@ class About:
     sampling: Mapping[str, float | int | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRate:
-    """Pass rates over the `tasks` with at least k scored answers: `any_solved` is pass@k, `all_solved` is pass^k."""
+def summary_lines(summary: EvaluationSummary) -> list[str]:
+    """Return a summary as text."""
+    scored = summary.answers - summary.infra
+    reward = "-" if summary.mean_reward is None else f"{summary.mean_reward:.3f}"
+    rates = [
+        f"pass@{rate.k} {rate.any_solved:.1%}, pass^{rate.k} {rate.all_solved:.1%}   ({rate.tasks} tasks)"
+        for rate in summary.pass_rates
+    ]
+    versions = ", ".join(summary.versions) or "none"
+    counts = f"{scored} of {summary.answers} scored, {summary.infra} infra"
+    return [
+        f"success {_shown(summary.success)}, mean reward {reward}   ({counts})",
+        *(f"infra: {reason} ({count} answers)" for reason, count in summary.infra_reasons.items()),
+        *(f"{name}: success {_shown(own.success)} ({own.answers} answers)" for name, own in summary.sources.items()),
+        *rates,
+        f"sampled by {versions}; {summary.mixed} answers by more than one version",
+    ]
 
-    k: int
-    any_solved: float
-    all_solved: float
-    tasks: int
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSuccess:
-    """The part of an evaluation's result that one source of tasks has."""
-
-    answers: int
-    infra: int
-    success: float | None
-    mean_reward: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSummary:
-    """Result of an evaluation. `success` is the share of solved answers and `mean_reward` the mean reward, both over
-    scored answers (without `infra`) and None if there are none. `versions` counts sampled tokens by policy version, and
-    `mixed` counts the answers sampled by more than one version. `infra_reasons` counts infra answers by failure, most
-    common first, for at most MAX_REASONS failures."""
-
-    tag: str
-    answers: int
-    infra: int
-    success: float | None
-    mean_reward: float | None = None
-    tasks: int = 0
-    samples: int = 1
-    dataset_sha256: str = ""
-    causes: dict[str, int]
-    versions: dict[str, int]
-    mixed: int
-    pass_rates: tuple[PassRate, ...] = ()
-    infra_reasons: dict[str, int] = field(default_factory=dict)
-    sources: dict[str, SourceSuccess] = field(default_factory=dict)
-    """Result of each source of tasks; empty in a run without sources."""
-
-    def lines(self) -> list[str]:
-        """Return the summary as text."""
-        scored = self.answers - self.infra
-        success = _shown(self.success)
-        reward = "-" if self.mean_reward is None else f"{self.mean_reward:.3f}"
-        rates = [
-            f"pass@{rate.k} {rate.any_solved:.1%}, pass^{rate.k} {rate.all_solved:.1%}   ({rate.tasks} tasks)"
-            for rate in self.pass_rates
-        ]
-        versions = ", ".join(self.versions) or "none"
-        return [
-            f"success {success}, mean reward {reward}   ({scored} of {self.answers} scored, {self.infra} infra)",
-            *(f"infra: {reason} ({count} answers)" for reason, count in self.infra_reasons.items()),
-            *(f"{name}: success {_shown(own.success)} ({own.answers} answers)" for name, own in self.sources.items()),
-            *rates,
-            f"sampled by {versions}; {self.mixed} answers by more than one version",
-        ]
-
-    def to_json(self, about: About | None) -> dict[str, Any]:
-        """Return the document of `summary.json`."""
-        return {
-            "tag": self.tag,
-            "dataset_sha256": self.dataset_sha256,
-            "tasks": self.tasks,
-            "samples": self.samples,
-            "n": self.answers,
-            "n_infra": self.infra,
-            "infra_reasons": self.infra_reasons,
-            "success": self.success,
-            "mean_reward": self.mean_reward,
-            "pass_at_k": {str(rate.k): rate.any_solved for rate in self.pass_rates},
-            "pass_hat_k": {str(rate.k): rate.all_solved for rate in self.pass_rates},
-            "tasks_at_k": {str(rate.k): rate.tasks for rate in self.pass_rates},
-            "causes": self.causes,
-            "versions": self.versions,
-            "n_mixed_versions": self.mixed,
-            **({"sources": {name: asdict(own) for name, own in self.sources.items()}} if self.sources else {}),
-            **(asdict(about) if about else {}),
-        }
+def summary_document(summary: EvaluationSummary, about: About | None) -> dict[str, Any]:
+    """Return the document of `summary.json`."""
+    return {
+        "tag": summary.tag,
+        "dataset_sha256": summary.dataset_sha256,
+        "tasks": summary.tasks,
+        "samples": summary.samples,
+        "n": summary.answers,
+        "n_infra": summary.infra,
+        "infra_reasons": summary.infra_reasons,
+        "success": summary.success,
+        "mean_reward": summary.mean_reward,
+        "pass_at_k": {str(rate.k): rate.any_solved for rate in summary.pass_rates},
+        "pass_hat_k": {str(rate.k): rate.all_solved for rate in summary.pass_rates},
+        "tasks_at_k": {str(rate.k): rate.tasks for rate in summary.pass_rates},
+        "causes": summary.causes,
+        "versions": summary.versions,
+        "n_mixed_versions": summary.mixed,
+        **({"sources": {name: asdict(own) for name, own in summary.sources.items()}} if summary.sources else {}),
+        **(asdict(about) if about else {}),
+    }
 
 
 def _shown(share: float | None) -> str:
@@ -190,4 +149,4 @@ def pass_rates(answers: Iterable[Answer], samples: int) -> tuple[PassRate, ...]:
 
 def write_summary(path: Path, summary: EvaluationSummary, about: About | None) -> None:
     """Write `summary.json` durably and atomically. Raises OSError."""
-    replace_file(path, json_bytes(summary.to_json(about), option=orjson.OPT_INDENT_2) + b"\n")
+    replace_file(path, json_bytes(summary_document(summary, about), option=orjson.OPT_INDENT_2) + b"\n")

@@ -17,14 +17,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 from headrace.actors.engines.gate import stats_of
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.housekeeping import thin_out_evaluations
-from headrace.actors.record.files.metrics import EvaluationMetric, StallMetric
+from headrace.actors.record.files.metrics import StallMetric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.node_drain import RunLeft, leave_node
@@ -329,7 +329,7 @@ class Service(ResourceOwner):
             return
         self._success = summary.success
         # In this order, a crash in between duplicates a metrics record, but never loses one.
-        await record(self.actors.replay, EvaluationMetric(step=step, **asdict(summary)))
+        await record(self.actors.replay, replace(summary, step=step))
         await until_back(lambda: self.actors.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
         ended[tag] = summary.success
         if self._evaluations is not None:

@@ -29,7 +29,7 @@ from headrace.actors.rollouts.evaluation_folders import (
     evaluation_order,
 )
 from headrace.actors.rollouts.recorded_stations import RolloutReports
-from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
+from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, summary_lines, write_summary
 from headrace.actors.run.sources import problem_digest, refuse_overlap
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.tasks.evaluators import NoEvaluator
@@ -220,7 +220,7 @@ def test_infra_answers_are_excluded_from_means_and_counted_separately(tmp_path: 
     lost = [answer(sample=number, reward=None, detail=detail) for number, detail in enumerate(details)]
     lost_summary = summarize_answers(lost, tag="base", tasks=1, samples=5, dataset_sha256="")
     assert list(lost_summary.infra_reasons.items())[:2] == [("no image debian", 2), ("the gateway died", 1)]
-    assert "infra: no image debian (2 answers)" in lost_summary.lines()
+    assert "infra: no image debian (2 answers)" in summary_lines(lost_summary)
     none = summarize_answers([answer(reward=None)], tag="base", tasks=1, samples=1, dataset_sha256="")
     assert (none.success, none.pass_rates) == (None, ())
 

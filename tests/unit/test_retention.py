@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from headrace.actors.record.files.housekeeping import keep_house, thin_out_evaluations
 from headrace.actors.record.files.metrics import (
-    EvaluationMetric,
     MetricsLog,
     RolloutPhasesMetric,
     each_metric,
@@ -21,7 +19,6 @@ from headrace.actors.record.files.metrics import (
     read_metrics,
 )
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.serve.tracing.retention import DAY_S, RetentionConfig, RotatingFile, Tail, kept_files, older_files
 
 SMALL = RetentionConfig(file_bytes=4096, metrics_bytes=16384, log_bytes=8192, evaluations_bytes=4096, days=30)
@@ -36,15 +33,6 @@ def test_inline_fields_become_keys_of_the_json_line(tmp_path: Path) -> None:
     log.append(RolloutPhasesMetric(rollouts=2.0, phases_s={"boot": 0.5, "agent": 3.0}), time_s=7.0)
     line = b'{"kind":"rollout_phases","time_s":7.0,"rollouts":2.0,"boot":0.5,"agent":3.0}\n'
     assert (tmp_path / "metrics.jsonl").read_bytes() == line
-
-
-def test_evaluation_metrics_have_the_fields_of_the_summary() -> None:
-    """The service makes one from the other."""
-    assert names(EvaluationMetric) == {"step"} | names(EvaluationSummary)
-
-
-def names(record: type) -> set[str]:
-    return {item.name for item in fields(record)}
 
 
 def test_metrics_start_a_new_file_at_a_size_and_are_read_across_files(tmp_path: Path) -> None:

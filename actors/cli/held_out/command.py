@@ -24,9 +24,10 @@ from headrace.actors.cli.held_out.service import EvaluationService
 from headrace.actors.engines.devices import needed_gpus, refuse_missing_gpus
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.record.files.logs import LogTerms
+from headrace.actors.record.files.metrics import EvaluationSummary
 from headrace.actors.record.files.run_directory import RunDirectory, free_folder
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
-from headrace.actors.rollouts.summary import About, EvaluationSummary
+from headrace.actors.rollouts.summary import About
 from headrace.actors.run.checks import check_parts
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
 from headrace.actors.run.launch import (

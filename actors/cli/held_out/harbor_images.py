@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,7 @@ from headrace.sandboxes.errors import ImageUnknown, SandboxError
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
-from headrace.sandboxes.images.catalog import ImageCatalog, NamedImage
+from headrace.sandboxes.images.catalog import ImageCatalog, StoredImage
 from headrace.sandboxes.images.dockerfile import parse
 from headrace.sandboxes.images.layers import UnpackLimits
 
@@ -71,7 +71,7 @@ async def build_images(
             task.cancel()
 
 
-async def _build(folder: Path, name: str, bases: Mapping[str, str], builder: ImageBuilder) -> NamedImage:
+async def _build(folder: Path, name: str, bases: Mapping[str, str], builder: ImageBuilder) -> StoredImage:
     environment = folder / "environment"
     text = await asyncio.to_thread((environment / "Dockerfile").read_text, encoding="utf-8", errors="replace")
     parsed = parse(text)
@@ -85,6 +85,4 @@ async def _build(folder: Path, name: str, bases: Mapping[str, str], builder: Ima
             context = await asyncio.to_thread(store_files, builder.files, environment, step.arguments[0], limits)
         steps.append(Step(kind=step.kind, arguments=step.arguments, context=context))
     built = await builder.build(Recipe(base=bases[parsed.base], steps=tuple(steps)))
-    return NamedImage.from_build(
-        built, name=name, source=parsed.base, start_command=parsed.start_command, network=builder.network.value
-    )
+    return replace(built, name=name, source=parsed.base, start_command=parsed.start_command)

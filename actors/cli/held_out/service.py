@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NoReturn, Self
 
 from headrace.actors.errors import RunStalled
+from headrace.actors.record.files.metrics import EvaluationSummary
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import EvaluationRecords
-from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.parts import RunActors, supervised_actors
 from headrace.actors.run.progress import Progress

@@ -208,12 +208,32 @@ class SimulatedPushMetric(Metric):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationMetric(Metric):
+class PassRate:
+    """Pass rates over the `tasks` with at least k scored answers: `any_solved` is pass@k, `all_solved` is pass^k."""
+
+    k: int
+    any_solved: float
+    all_solved: float
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSuccess:
+    """The part of an evaluation's result that one source of tasks has."""
+
+    answers: int
+    infra: int
+    success: float | None
+    mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSummary(Metric):
     """One evaluation on the held-out tasks, written by the service when the evaluation has ended."""
 
     kind = "evaluation"
 
-    step: int
+    step: int = 0
     """Optimizer step at which the evaluation began; 0 for the base evaluation."""
     tag: str
     """`base`, `step-N` or `final`; also the name of the evaluation's folder in `evaluations/`."""
@@ -224,13 +244,13 @@ class EvaluationMetric(Metric):
     `mean_reward`."""
     success: float | None
     """Fraction of scored answers that were solved; null when none was scored."""
-    mean_reward: float | None
+    mean_reward: float | None = None
     """Mean reward of the scored answers; null when none was scored."""
-    tasks: int
+    tasks: int = 0
     """Number of held-out tasks."""
-    samples: int
+    samples: int = 1
     """Answers per task."""
-    dataset_sha256: str
+    dataset_sha256: str = ""
     """SHA-256 of the evaluated tasks."""
     causes: Mapping[str, int]
     """Number of answers by the reason they ended (`solved`, `failed`, `budget`, ...)."""
@@ -238,12 +258,12 @@ class EvaluationMetric(Metric):
     """Number of sampled tokens by policy version."""
     mixed: int
     """Number of answers sampled by more than one policy version."""
-    pass_rates: Sequence[Mapping[str, Any]]
+    pass_rates: Sequence[PassRate] = ()
     """For each k: `any_solved` (pass@k), `all_solved` (pass^k), and the number of `tasks` with at least k scored
     answers."""
-    infra_reasons: Mapping[str, int]
+    infra_reasons: Mapping[str, int] = field(default_factory=dict)
     """Infrastructure failures by reason, most frequent first (at most 3)."""
-    sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sources: Mapping[str, SourceSuccess] = field(default_factory=dict)
     """`answers`, `infra`, `success` and `mean_reward` of each source of tasks by name; empty in a run without
     sources."""
 
@@ -322,7 +342,7 @@ METRICS: tuple[type[Metric], ...] = (
     MismatchMetric,
     PushMetric,
     SimulatedPushMetric,
-    EvaluationMetric,
+    EvaluationSummary,
     RolloutPhasesMetric,
     StationsMetric,
     ServicesMetric,

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from headrace.actors.record.files.metrics import (
-    EvaluationMetric,
+    EvaluationSummary,
     MetricsLog,
     RolloutPhasesMetric,
     SimulatedPushMetric,
@@ -564,7 +564,7 @@ def _evaluate(
     months: Months, step: int, tag: str, tasks: Sequence[TaskId], ledger: _Ledger, metrics: MetricsLog
 ) -> None:
     ledger.write(months.evaluation(step, tasks, tag), ())
-    record = EvaluationMetric(
+    record = EvaluationSummary(
         step=step,
         tag=tag,
         answers=len(tasks),
