@@ -20,9 +20,9 @@ from typing import Final
 
 from headrace.sandboxes.errors import BootFailed, ImageRefused, ImageUnknown, OutOfDisk, SandboxError, SpecRefused
 from headrace.sandboxes.host.host_program import run_host_program
-from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
+from headrace.sandboxes.images.catalog import BUILT, NAME, NAMED, ImageCatalog, StoredImage
 from headrace.sandboxes.images.folders import new_owner, remove
-from headrace.sandboxes.images.store import BUILT, NAMED, ImageStore
+from headrace.sandboxes.images.store import ImageStore
 
 REGISTRY: Final = "docker://"
 _DEBOOTSTRAP: Final = "debootstrap:"
@@ -30,7 +30,7 @@ _DEBOOTSTRAP: Final = "debootstrap:"
 
 async def add_image(
     store: ImageStore, name: str, source: str, *, packages: Sequence[str] = (), replaces: bool = False
-) -> NamedImage:
+) -> StoredImage:
     """Add an image to the store's catalogue. `source` is a reference that the store resolves, a path relative to this
     process, or `docker://REFERENCE`; `packages` are for a debootstrap suite. Raises SpecRefused (the name, or it
     exists), ImageUnknown, ImageRefused, OutOfDisk, BootFailed, CapacityExceeded."""
@@ -54,7 +54,7 @@ async def add_image(
             image = lease.image
             digests = [path.parent.name for path in image.layers]
             sizes = [await asyncio.to_thread(store.files.layer_bytes, digest) for digest in digests]
-            added = NamedImage(
+            added = StoredImage(
                 name=name,
                 source=source + (f"+{','.join(packages)}" if packages else ""),
                 digest=image.digest,

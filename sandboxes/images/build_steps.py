@@ -5,7 +5,6 @@ Invariant: values only; nothing here reads files or boots sandboxes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -102,23 +101,3 @@ class Recipe:
     force: bool = False
     max_bytes: int | None = None
     """Bytes that the layers may have; None for no limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltImage:
-    """A finished image. `layers` are digests in the store, topmost first, or paths of folders that are used in
-    place."""
-
-    reference: str
-    digest: str
-    layers: tuple[str, ...]
-    environment: Mapping[str, str]
-    folder: str
-    """Working folder; "" if no step has set one and the base has none."""
-    user: str
-    """User of commands; "" if no step has set one."""
-    shows_host: bool
-    size_bytes: int
-    history: tuple[str, ...]
-    cached_layers: int
-    made_layers: int

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import posixpath
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,11 +29,11 @@ from headrace.sandboxes.images.build_steps import (
     MAX_STEPS,
     BuildLimits,
     BuildRefused,
-    BuiltImage,
     Recipe,
     Step,
     StepKind,
 )
+from headrace.sandboxes.images.catalog import BUILT, StoredImage
 from headrace.sandboxes.images.folders import StoreFolder
 from headrace.sandboxes.images.layer_maker import (
     HOST,
@@ -44,7 +45,6 @@ from headrace.sandboxes.images.layer_maker import (
     digest_of,
     no_log,
 )
-from headrace.sandboxes.images.store import BUILT
 
 _POLL_S: Final = 0.2
 _MAX_LINE_CHARACTERS: Final = 2000
@@ -89,7 +89,7 @@ class ImageBuilder:
 
     async def build(
         self, recipe: Recipe, *, log: Log = no_log, may_boot: Callable[[], None] | None = None
-    ) -> BuiltImage:
+    ) -> StoredImage:
         """Build an image. `may_boot()` is called before every sandbox; an error that it raises ends the build. Raises
         BuildRefused, and other SandboxErrors if this host cannot build now."""
         if len(recipe.steps) > MAX_STEPS:
@@ -119,7 +119,7 @@ class _Build:
     def step(self) -> str:
         return self._layers.step
 
-    async def run(self) -> BuiltImage:
+    async def run(self) -> StoredImage:
         recipe = self._recipe
         self._log("info", f"FROM {recipe.source or recipe.base}", "base")
         state = await self.base()
@@ -171,15 +171,16 @@ class _Build:
             raise BuildRefused(f"the image has {size} bytes, and {max(0, most)} are left of the key's quota", self.step)
         return size
 
-    async def finish(self, state: ImageState) -> BuiltImage:
+    async def finish(self, state: ImageState) -> StoredImage:
         recipe = self._recipe
         reference = await self._host.record(state)
         if recipe.start_command or recipe.ready_command:
             self._layers.may_boot()
             async with self._host.sandbox(state, "", Network.NONE) as (_, sandbox):
                 await self.try_start(state, sandbox)
-        return BuiltImage(
-            reference=reference,
+        return StoredImage(
+            name="",
+            source=recipe.base,
             digest=f"sha256:{reference.removeprefix(BUILT)}",
             layers=state.layers,
             environment=state.environment,
@@ -187,6 +188,10 @@ class _Build:
             user=state.user,
             shows_host=state.shows_host,
             size_bytes=await self.size_of(state),
+            created_at=time.time(),
+            start_command=recipe.start_command,
+            ready_command=recipe.ready_command,
+            network=self._host.network.value,
             history=tuple(f"{step.kind} {' '.join(step.arguments)}"[:200] for step in recipe.steps),
             cached_layers=state.cached,
             made_layers=self._layers.made,

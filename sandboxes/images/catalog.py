@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import re
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -20,28 +19,34 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, SpecRefused
-from headrace.sandboxes.images.build_steps import BuiltImage
 from headrace.sandboxes.images.folders import StoreFolder, damaged
 
 logger = logging.getLogger(__name__)
 
 NAME: Final = re.compile(r"(?!.*/\.{0,2}(/|$))[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 """Letters, digits and ._/-, without empty parts, `.` and `..`."""
+NAMED: Final = "image:"
+"""Prefix of references to named images."""
+BUILT: Final = "built:"
+"""Prefix of references to images that `builder` has recorded; no client can name one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedImage:
-    """An image with a name. `created_at` is in Unix seconds."""
+class StoredImage:
+    """An image in the store. `created_at` is in Unix seconds."""
 
     name: str
+    """Name in the catalogue; "" for a finished build that has none."""
     source: str
     """What it was made from: an image reference, or a template's base."""
     digest: str
     layers: tuple[str, ...]
     """Digests of layers in the store, topmost first, or absolute paths of folders that are used in place."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    folder: str = "/"
-    user: str = "root"
+    folder: str = ""
+    """Working folder; "" for `/`."""
+    user: str = ""
+    """User of commands; "" for root."""
     size_bytes: int = 0
     created_at: float = 0.0
     start_command: str = ""
@@ -52,34 +57,14 @@ class NamedImage:
     shows_host: bool = False
     """True if it was built above the image `host`, whose programs it needs."""
 
-    @classmethod
-    def from_build(
-        cls,
-        built: BuiltImage,
-        *,
-        name: str,
-        source: str,
-        start_command: str = "",
-        ready_command: str = "",
-        network: str = "none",
-    ) -> NamedImage:
-        """Return the entry of a finished build, created now: in `/` and as root if no step has said otherwise."""
-        return cls(
-            name=name,
-            source=source,
-            digest=built.digest,
-            layers=built.layers,
-            environment=dict(built.environment),
-            folder=built.folder or "/",
-            user=built.user or "root",
-            size_bytes=built.size_bytes,
-            created_at=time.time(),
-            start_command=start_command,
-            ready_command=ready_command,
-            network=network,
-            history=built.history,
-            shows_host=built.shows_host,
-        )
+    cached_layers: int = 0
+    """Layers of its build that came from the cache."""
+    made_layers: int = 0
+
+    @property
+    def reference(self) -> str:
+        """Reference by which the store finds the image."""
+        return f"{NAMED}{self.name}" if self.name else f"{BUILT}{self.digest.removeprefix('sha256:')}"
 
 
 class ImageCatalog:
@@ -91,7 +76,7 @@ class ImageCatalog:
     def _path(self, name: str) -> Path:
         return self._store.home / "named" / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
 
-    def put(self, image: NamedImage) -> None:
+    def put(self, image: StoredImage) -> None:
         """Add or replace a named image. Raises SpecRefused (the name), CapacityExceeded (a layer has been evicted),
         OSError."""
         if not NAME.fullmatch(image.name):
@@ -101,14 +86,14 @@ class ImageCatalog:
                 raise CapacityExceeded(f"a layer of image {image.name!r} was evicted: raise image_bytes")
             self._store.write_named(self._path(image.name).name, json.dumps(asdict(image)))
 
-    def find(self, name: str) -> NamedImage | None:
+    def find(self, name: str) -> StoredImage | None:
         """Return a named image, or None if there is none, or if a folder that it uses in place is gone. Raises
         ImageRefused for a damaged entry."""
         with suppress(FileNotFoundError):
             return self._read(self._path(name))
         return None
 
-    def all(self) -> list[NamedImage]:
+    def all(self) -> list[StoredImage]:
         """Return all named images by name; damaged entries are logged."""
         found = []
         for path in self._store.named():
@@ -128,11 +113,11 @@ class ImageCatalog:
             return False
         return True
 
-    def _read(self, path: Path) -> NamedImage | None:
+    def _read(self, path: Path) -> StoredImage | None:
         try:
             document: dict[str, Any] = json.loads(path.read_bytes())
             tuples = {name: tuple(document.get(name, ())) for name in ("layers", "history")}
-            image = NamedImage(**{**document, **tuples})
+            image = StoredImage(**{**document, **tuples})
         except (ValueError, TypeError, AttributeError) as error:
             raise damaged(path) from error
         return image if all(self._store.tree(digest).is_dir() for digest in image.layers) else None

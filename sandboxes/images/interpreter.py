@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ from headrace.sandboxes.host.host_program import run_host_program
 from headrace.sandboxes.images.build_context import store_files
 from headrace.sandboxes.images.build_steps import E2B_USER, Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
-from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
+from headrace.sandboxes.images.catalog import NAME, ImageCatalog, StoredImage
 from headrace.sandboxes.images.layer_maker import BuildSandboxes
 from headrace.sandboxes.images.layers import UnpackLimits
 
@@ -44,7 +45,7 @@ async def add_interpreter(
     name: str = DEFAULT_NAME,
     base: str = "host",
     packages: Sequence[str] = DEFAULT_PACKAGES,
-) -> NamedImage:
+) -> StoredImage:
     """Build the image above `base` and add it to the catalogue of the provider's store, replacing one of that name.
     Raises SpecRefused (the name), ImageRefused (no Python), BootFailed (pip), and the errors of builds."""
     if not NAME.fullmatch(name):
@@ -71,14 +72,8 @@ async def add_interpreter(
             target = f"{_FOLDER}/{part}"
             steps.append(Step(kind=StepKind.COPY, arguments=(part, target, "root:root", ""), context=digest))
     recipe = Recipe(base=base, steps=tuple(steps), start_command=_START, ready_command=_READY, default_user=E2B_USER)
-    built = await builder.build(recipe)
-    image = NamedImage.from_build(
-        built,
-        name=name,
-        source=f"code interpreter above {base}: {', '.join(packages)}",
-        start_command=_START,
-        ready_command=_READY,
-    )
+    source = f"code interpreter above {base}: {', '.join(packages)}"
+    image = replace(await builder.build(recipe), name=name, source=source)
     await asyncio.to_thread(ImageCatalog(builder.files).put, image)
     return image
 

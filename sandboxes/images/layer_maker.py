@@ -36,10 +36,11 @@ from headrace.sandboxes.base import (
 from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, OutOfDisk, SandboxError, Unsupported
 from headrace.sandboxes.images import in_build
 from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, Step, StepKind
+from headrace.sandboxes.images.catalog import BUILT
 from headrace.sandboxes.images.folders import StoreFolder, new_owner
 from headrace.sandboxes.images.layer_copy import OwnLayer, copy_layer
 from headrace.sandboxes.images.layers import UnpackLimits
-from headrace.sandboxes.images.store import BUILT, ImageStore
+from headrace.sandboxes.images.store import ImageStore
 from headrace.sandboxes.launcher.commands import SEARCH_PATH
 
 HOST: Final = "host"

@@ -42,17 +42,13 @@ from headrace.sandboxes.errors import (
     error_from_name,
 )
 from headrace.sandboxes.host.child_environment import child_environment
-from headrace.sandboxes.images.catalog import ImageCatalog
+from headrace.sandboxes.images.catalog import BUILT, NAMED, ImageCatalog
 from headrace.sandboxes.images.debootstrap import SUITE
 from headrace.sandboxes.images.folders import Owner, StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import check_usable
 from headrace.sandboxes.images.worker import classify
 
 _DEBOOTSTRAP: Final = "debootstrap:"
-NAMED: Final = "image:"
-"""Prefix of references to named images (`catalog`)."""
-BUILT: Final = "built:"
-"""Prefix of references to images that `builder` has recorded; no client can name one."""
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
 _LEASE_TRIES: Final = 3
 _MAX_LINE_BYTES: Final = 16 << 20
@@ -192,8 +188,8 @@ class ImageStore:
             digest=image.digest,
             layers=tuple(self._store.tree(digest) for digest in image.layers),
             environment=image.environment,
-            folder=image.folder,
-            user=image.user,
+            folder=image.folder or "/",
+            user=image.user or "root",
             shows_host=image.shows_host,
         )
 

@@ -19,9 +19,9 @@ import pytest_asyncio
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown, SpecRefused
 from headrace.sandboxes.images.build_context import store_archive, store_files
-from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, BuiltImage, Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
-from headrace.sandboxes.images.catalog import ImageCatalog, NamedImage
+from headrace.sandboxes.images.catalog import ImageCatalog, StoredImage
 from headrace.sandboxes.images.dockerfile import parse
 from headrace.sandboxes.images.layers import UnpackLimits
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
@@ -56,7 +56,7 @@ def context_of(provider: LocalProvider, *entries: Any) -> str:
         return store_archive(files, made, made / "archive", LIMITS)
 
 
-async def build(builder: ImageBuilder, *steps: Step, base: str = "host", **fields: Any) -> BuiltImage:
+async def build(builder: ImageBuilder, *steps: Step, base: str = "host", **fields: Any) -> StoredImage:
     return await builder.build(Recipe(base=base, steps=steps, **fields))
 
 
@@ -152,7 +152,7 @@ async def test_a_build_begins_with_an_archive_or_a_named_image(
     assert not image.shows_host
     assert await run_in(provider, image.reference, "cat /made /etc/release") == "made\nbase\n"
     catalog = ImageCatalog(provider.store.files)
-    catalog.put(NamedImage(name="made", source=str(archive), digest=image.digest, layers=image.layers))
+    catalog.put(StoredImage(name="made", source=str(archive), digest=image.digest, layers=image.layers))
     above = await build(builder, step("RUN", "echo above > /above"), base="image:made")
     assert await run_in(provider, above.reference, "cat /made /above") == "made\nabove\n"
     # Layers of named images stay, and what nobody names or uses goes.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final, Protocol, Self, runtime_checkable
 
 from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SandboxError, SpecRefused
-from headrace.sandboxes.images.catalog import NAME, ImageCatalog, NamedImage
-from headrace.sandboxes.images.store import NAMED, ImageStore, check_reference
+from headrace.sandboxes.images.catalog import NAME, NAMED, ImageCatalog, StoredImage
+from headrace.sandboxes.images.store import ImageStore, check_reference
 from headrace.sandboxes.local.images import SNAPSHOT
 
 DEFAULT_TEMPLATE: Final = "base"
@@ -29,7 +29,7 @@ class ImageMap:
         self,
         images: Mapping[str, str] | None = None,
         metadata_key: str = "",
-        find_named: Callable[[str], NamedImage | None] = lambda _name: None,
+        find_named: Callable[[str], StoredImage | None] = lambda _name: None,
     ) -> None:
         self._images = {DEFAULT_TEMPLATE: HOST, **(images or {})}
         self._find_named = find_named
@@ -44,7 +44,7 @@ class ImageMap:
         named = self._find_named(image.removeprefix(NAMED)) if image.startswith(NAMED) else None
         return ("", "") if named is None else (named.start_command, named.ready_command)
 
-    def with_names(self, find_named: Callable[[str], NamedImage | None]) -> ImageMap:
+    def with_names(self, find_named: Callable[[str], StoredImage | None]) -> ImageMap:
         """Return the same map with the names of a catalogue."""
         key = self._keys[0] if self._keys else ""
         return ImageMap(self._images, key, find_named)

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.images.build_steps import E2B_USER, BuildRefused, BuiltImage, Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import E2B_USER, BuildRefused, Recipe, Step, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
-from headrace.sandboxes.images.catalog import ImageCatalog, NamedImage
+from headrace.sandboxes.images.catalog import ImageCatalog, StoredImage
 from headrace.serve.sandbox_servers.e2b_state.bodies import timestamp
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, unsupported
 from headrace.serve.sandbox_servers.e2b_state.images import DEFAULT_TEMPLATE, ImageMap
@@ -256,18 +256,10 @@ class Templates:
         build.log("error", message[:4000], step)
         build.reason, build.failed_step, build.status = message[:4000], step, "error"
 
-    async def keep(self, build: Build, recipe: Recipe, built: BuiltImage) -> None:
+    async def keep(self, build: Build, recipe: Recipe, built: StoredImage) -> None:
         """Give a finished image its name and its template, or neither. Raises ApiError, SandboxError."""
         name = f"{_FOLDER}{build.template_id}/{build.id}"
-        image = NamedImage.from_build(
-            built,
-            name=name,
-            source=recipe.base,
-            start_command=recipe.start_command,
-            ready_command=recipe.ready_command,
-            network=self._builder.network.value,
-        )
-        putting = asyncio.ensure_future(asyncio.to_thread(self.table.catalog.put, image))
+        putting = asyncio.ensure_future(asyncio.to_thread(self.table.catalog.put, replace(built, name=name)))
         try:
             await asyncio.shield(putting)
             await self._enter(build, recipe, built, name)
@@ -277,7 +269,7 @@ class Templates:
             await asyncio.to_thread(self.table.catalog.remove, name)
             raise
 
-    async def _enter(self, build: Build, recipe: Recipe, built: BuiltImage, name: str) -> None:
+    async def _enter(self, build: Build, recipe: Recipe, built: StoredImage, name: str) -> None:
         """Add a build to its template."""
         now = time.time()
         done = TemplateBuild(
