@@ -64,7 +64,7 @@ class Booter:
         self._settings = settings
         self.max_live = settings.max_live or default_live(groups.allowed)
         counted = "pids" not in groups.missing
-        self._share = share(groups.allowed, self.max_live, settings.processes, settings.open_files, counted=counted)
+        self._share = share(groups.allowed, self.max_live, settings.pids, settings.open_files, counted=counted)
         self._host = host
         self._layers_folder = layers_folder
         self._own_pids = own_pids

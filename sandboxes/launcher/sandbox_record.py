@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     min_free_bytes: int
     memory_bytes: int | None
     cpus: float | None
-    processes: int | None
+    pids: int | None
     open_files: int | None
     """None means a share of the host's total (host_limits)."""
     boot_timeout_s: float

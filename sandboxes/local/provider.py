@@ -26,6 +26,7 @@ from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, S
 from headrace.sandboxes.host.private_folders import make_missing
 from headrace.sandboxes.images.layer_copy import OwnLayer
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
+from headrace.sandboxes.launcher.sandbox_record import Settings
 from headrace.sandboxes.launcher.wire import Message, close_all
 from headrace.sandboxes.linux.disk_layers import TEMPLATES
 from headrace.sandboxes.local.client import LauncherConnections
@@ -107,11 +108,10 @@ class LocalSandboxConfig(BaseModel):
 
     def launcher_settings(self) -> dict[str, Any]:
         """Return the settings that are sent to the launcher, except those chosen when it is started."""
-        same = {"idle_exit_s", "max_sandboxes", "max_live", "layer_bytes", "min_free_bytes", "memory_bytes", "cpus"}
-        settings = self.model_dump(include=same | {"open_files", "boot_timeout_s", "label"})
+        settings = self.model_dump(include=set(Settings._fields))
         settings["owner_pid"] = self.owner_pid or (os.getpid() if self.stays_in is None else 0)
         settings["layers_in"] = str(self.layers_in or "")
-        return {**settings, "processes": self.pids}
+        return settings
 
 
 class LocalProvider:
