@@ -24,7 +24,7 @@ SandboxError
     ├── SandboxFileError             missing, not a regular file, too large, no permission
     │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
     ├── FolderRefused                a private folder or TMPDIR cannot be used: unwritable, or another user's
-    ├── LedgerRefused                another process has the pool's ledger open, or the ledger has another version
+    ├── SandboxLedgerRefused         another process has the pool's ledger open, or the ledger has another version
     └── NamespacesUnavailable        this machine cannot isolate sandboxes, for the given `reason`
 ```
 """
@@ -146,7 +146,7 @@ class FolderRefused(PermanentSandboxError):
     pass
 
 
-class LedgerRefused(PermanentSandboxError):
+class SandboxLedgerRefused(PermanentSandboxError):
     pass
 
 

@@ -25,7 +25,7 @@ __all__ = ["model_app", "serve"]
 model_app = typer.Typer(no_args_is_help=True, help="Serve helper models to environments and evaluators.")
 
 
-class Backend(StrEnum):
+class EngineProgram(StrEnum):
     """Program that serves the model."""
 
     CPU = "cpu"
@@ -42,7 +42,7 @@ class Device(StrEnum):
 
 
 ModelFolder: TypeAlias = Annotated[Path, typer.Option(help="Model directory, with config.json.")]
-EngineBackend: TypeAlias = Annotated[Backend, typer.Option(help="The embedded engine, or SGLang.")]
+EngineBackend: TypeAlias = Annotated[EngineProgram, typer.Option(help="The embedded engine, or SGLang.")]
 TensorParallel: TypeAlias = Annotated[
     int, typer.Option(min=1, help="For sglang: number of processes that share the model.")
 ]
@@ -57,7 +57,7 @@ MaxContext: TypeAlias = Annotated[
 
 def serve(
     model: ModelFolder,
-    backend: EngineBackend = Backend.CPU,
+    backend: EngineBackend = EngineProgram.CPU,
     device: Annotated[
         Device, typer.Option(help="For sglang: device; cuda needs an environment of its own (--python).")
     ] = (Device.CPU),
@@ -115,7 +115,7 @@ def serve(
 @model_app.command("serve")
 def serve_model(
     model: ModelFolder,
-    backend: EngineBackend = Backend.CPU,
+    backend: EngineBackend = EngineProgram.CPU,
     device: Annotated[Device, typer.Option(help="For sglang: device.")] = (Device.CPU),
     tensor_parallel: TensorParallel = 1,
     dtype: DataType = "auto",
@@ -148,7 +148,7 @@ def serve_model(
 
 
 def server_process(
-    backend: Backend, common: dict[str, Any], foreign: dict[str, Any], embedded: dict[str, Any]
+    backend: EngineProgram, common: dict[str, Any], foreign: dict[str, Any], embedded: dict[str, Any]
 ) -> ServerProcess:
     """Return the configured server, which has not been started yet. Raises ConfigError."""
     from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
@@ -157,7 +157,7 @@ def server_process(
     if not (common["model"] / "config.json").is_file():
         raise ConfigError(f"--model {common['model']}: the directory has no config.json; name a model directory")
     try:
-        if backend is Backend.SGLANG:
+        if backend is EngineProgram.SGLANG:
             if embedded["weights"]:
                 raise ConfigError("--weights: available only with --backend cpu; SGLang loads any directory")
             return SGLangProcess(SGLangServerConfig.model_validate(common | foreign))

@@ -28,7 +28,7 @@ from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin, address
 from headrace.actors.errors import ActorError, ActorLost, EngineGroupError, EngineNotAdded
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
-from headrace.actors.runtime.actors.nodes import Role
+from headrace.actors.runtime.actors.nodes import NodeRole
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.errors import EngineError, EngineStartFailed
@@ -47,7 +47,7 @@ ASK_HOST_S = 10.0
 
 
 @dataclass(slots=True)
-class Member:
+class FleetMember:
     """Engine that has answered. `load` is the last one it reported; `process_id` is set for a process on this host."""
 
     engine_id: EngineId
@@ -88,13 +88,13 @@ class Fleet:
         self._http = http
         self._vocab_size = read_vocabulary_size(context.model_dir)
         self.keys = context.keys
-        self.members: dict[EngineId, Member] = {}
+        self.members: dict[EngineId, FleetMember] = {}
         self.started = 0
         self.retired: set[str] = set()
         self.avoided: set[str] = set()
         self._rounds = asyncio.Lock()
 
-    def __getitem__(self, engine_id: EngineId) -> Member:
+    def __getitem__(self, engine_id: EngineId) -> FleetMember:
         return self.members[engine_id]
 
     def placed_on(self, host: str) -> list[EngineId]:
@@ -131,7 +131,9 @@ class Fleet:
     async def _join(self, engine_id: EngineId, url: str, origin: Origin) -> EngineInfo:
         self._registry.starting(engine_id, place=engine_id, origin=origin, now=time.monotonic(), url=url)
         try:
-            self.members[engine_id] = Member(engine_id, self._client(engine_id, url, attached=True), AttachedServer())
+            self.members[engine_id] = FleetMember(
+                engine_id, self._client(engine_id, url, attached=True), AttachedServer()
+            )
             return await self.ask(engine_id)
         except EngineError as error:
             self._registry.quarantine(engine_id, f"it did not answer: {error}", time.monotonic())
@@ -233,14 +235,14 @@ class Fleet:
             raise
         return None
 
-    async def _start_local(self, plan: ServerPlan) -> Member:
+    async def _start_local(self, plan: ServerPlan) -> FleetMember:
         engine_id = EngineId(plan.name)
         process = server_process(self._config, plan)
         await process.start()
         client = self._client(engine_id, process.url)
-        return Member(engine_id, client, LocalProcess(process), process_id=process.pid)
+        return FleetMember(engine_id, client, _LocalProcess(process), process_id=process.pid)
 
-    async def _start_placed(self, plan: ServerPlan) -> Member:
+    async def _start_placed(self, plan: ServerPlan) -> FleetMember:
         runtime, config, engine_id = self._context.runtime, self._config, EngineId(plan.name)
         assert runtime is not None
         host = await runtime.spawn(
@@ -253,7 +255,7 @@ class Fleet:
                 cpus=config.cpus,
                 gpus=config.tensor_parallel if config.device == "cuda" else 0,
                 memory_bytes=config.memory_bytes,
-                role=Role.ENGINE,
+                role=NodeRole.ENGINE,
                 avoid=tuple(sorted(self.avoided)),
                 spread=True,
                 restarts=False,
@@ -279,7 +281,7 @@ class Fleet:
             traces_url=context.traces_url,
         )
 
-    async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
+    async def _hosted(self, engine_id: EngineId, host: EngineHost) -> FleetMember:
         assert self._context.runtime is not None
         hosted = await host.address()
         if hosted.node != node_address() and is_loopback(self._context.push.host):
@@ -287,7 +289,7 @@ class Fleet:
                 f"{engine_id} on {hosted.node} cannot reach push.host {self._context.push.host}: "
                 f"set push.host to {node_address()}"
             )
-        return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._context.runtime))
+        return FleetMember(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._context.runtime))
 
     def _client(self, engine_id: EngineId, url: str, *, attached: bool = False) -> SGLangEngine:
         push = self._context.push
@@ -324,7 +326,7 @@ class EngineHandle(Protocol):
         ...
 
 
-class LocalProcess:
+class _LocalProcess:
     """Engine process on this host."""
 
     def __init__(self, process: ServerProcess) -> None:

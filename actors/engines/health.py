@@ -33,7 +33,7 @@ import aiohttp
 import orjson
 
 from headrace.actors.engines.config import check_url
-from headrace.actors.engines.fleet import Fleet, Member
+from headrace.actors.engines.fleet import Fleet, FleetMember
 from headrace.actors.engines.gate import GatewayGate
 from headrace.actors.engines.journal import BrokenPush
 from headrace.actors.engines.members_file import EngineStatus, Roster
@@ -114,7 +114,7 @@ class HealthChecks:
                 if member is not None and not entry.origin.is_ours and member.load and member.load.requests:
                     tasks.create_task(free(member.client))
 
-    async def _check_one(self, member: Member) -> tuple[bool, str | None]:
+    async def _check_one(self, member: FleetMember) -> tuple[bool, str | None]:
         """Return True if the engine's process is dead, and the engine's problem, if any. An engine that left during the
         check has none."""
         if not await member.handle.is_alive():

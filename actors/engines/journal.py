@@ -27,7 +27,7 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import PushReport
-from headrace.policies.push.machine import ORDER, Phase, Step
+from headrace.policies.push.machine import ORDER, Phase, PushStep
 from headrace.policies.push.transfer import group_name
 from headrace.serve.tracing.retention import RetentionConfig, RotatingFile
 
@@ -79,7 +79,7 @@ class PushJournal:
         self._version, self._groups = str(snapshot.version), groups
         self.sent_to.clear()
 
-    async def step(self, push_id: str, step: Step) -> None:
+    async def step(self, push_id: str, step: PushStep) -> None:
         """Write the line for a step that is about to begin."""
         if step.phase is Phase.BROADCAST:
             self.sent_to.update(step.engines)

@@ -41,7 +41,7 @@ from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.contract import EnginePush, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.machine import PushOutcome, Step
+from headrace.policies.push.machine import PushOutcome, PushStep
 from headrace.policies.push.sender import Senders
 from headrace.serve.tracing import span_names as names
 
@@ -348,7 +348,7 @@ class PushSpan:
         self._journal = journal
         self._phase: Span | None = None
 
-    async def step(self, push_id: str, step: Step) -> None:
+    async def step(self, push_id: str, step: PushStep) -> None:
         """Begin the span of a phase, after the end of the one before."""
         self.end_phase()
         await self._journal(push_id, step)

@@ -113,7 +113,7 @@ class CommandConfig(BaseModel):
             command=command, output=output, exit_code=exit_code, status=status, timeout_s=f"{self.command_timeout_s:g}"
         )
 
-    def observe_timeout(self, command: Command, output: str) -> str:
+    def observe_timeout(self, command: PolicyCommand, output: str) -> str:
         """Return the text of the observation for a command that exceeded its deadline."""
         return self.timeout_observation.format(
             command=command.text,
@@ -140,7 +140,7 @@ def limited(config: ConfigT, task: Task) -> ConfigT:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class PolicyCommand:
     """A command of the policy, with its deadline, and what is to be said about its form."""
 
     text: str
@@ -148,7 +148,7 @@ class Command:
     remarks: tuple[str, ...] = ()
 
 
-def command_of(action: Action, config: CommandConfig) -> Command:
+def command_of(action: Action, config: CommandConfig) -> PolicyCommand:
     """Return the command of an action `run` or `bash`. Raises ActionRefused."""
     if action.name not in (RUN, BASH):
         raise ActionRefused(f"unknown action {action.name!r}; the actions are {', '.join(sorted(ACTIONS))}")
@@ -165,13 +165,13 @@ def command_of(action: Action, config: CommandConfig) -> Command:
     if "\0" in text:
         raise ActionRefused("the command has a null character")
     if timeout_s is None:
-        return Command(text=text, timeout_s=config.command_timeout_s, remarks=action.remarks)
+        return PolicyCommand(text=text, timeout_s=config.command_timeout_s, remarks=action.remarks)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ActionRefused("timeout must be a number of seconds above 0")
     remarks = action.remarks
     if timeout_s > (most_s := config.max_timeout_s):
         remarks = (*remarks, f"timeout {timeout_s:g} is above {most_s:g}; the command has {most_s:g} s")
-    return Command(text=text, timeout_s=min(float(timeout_s), most_s), remarks=remarks)
+    return PolicyCommand(text=text, timeout_s=min(float(timeout_s), most_s), remarks=remarks)
 
 
 def refused(reason: ActionRefused) -> Observation:

@@ -18,9 +18,9 @@ from pydantic import Field
 from headrace.actors.environments.command_actions import (
     ACTIONS,
     ActionRefused,
-    Command,
     CommandConfig,
     CommandEpisode,
+    PolicyCommand,
     command_of,
     limited,
     refused,
@@ -105,7 +105,7 @@ class TerminalEpisode(CommandEpisode[TerminalConfig]):
             return refused(reason)
         return self._config.warn(command.remarks, await self._run(command))
 
-    async def _run(self, command: Command) -> Observation:
+    async def _run(self, command: PolicyCommand) -> Observation:
         try:
             ran = await (self._shell or await self.start()).run(command)
             if not ran.began:
@@ -121,7 +121,7 @@ class TerminalEpisode(CommandEpisode[TerminalConfig]):
         exits = ran.shell_ended and not ran.timed_out and self._config.exit_ends
         return observed(self._text(command, ran), ends=exits or self._config.ends_episode(command.text))
 
-    def _text(self, command: Command, ran: Ran) -> str:
+    def _text(self, command: PolicyCommand, ran: Ran) -> str:
         config = self._config
         if ran.timed_out:
             output = cut_text(ran.output.rstrip("\n"), TIMEOUT_CHARACTERS)

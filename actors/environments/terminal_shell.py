@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple, cast
 
-from headrace.actors.environments.command_actions import TIMEOUT_EXIT_CODE, Command
+from headrace.actors.environments.command_actions import TIMEOUT_EXIT_CODE, PolicyCommand
 from headrace.actors.environments.terminal_text import CommandOutput, start_of, typed_lines
 from headrace.sandboxes.base import Output, Process, Sandbox, TerminalSize
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
@@ -164,7 +164,7 @@ class TerminalShell:
         shell._rest = b""
         return shell
 
-    async def run(self, command: Command) -> Ran:
+    async def run(self, command: PolicyCommand) -> Ran:
         """Run a command. Raises SandboxError."""
         exchange = await self._exchange(command.text, command.timeout_s)
         text, cut = exchange.output.text(), exchange.output.cut

@@ -27,7 +27,7 @@ from headrace.actors.errors import ActorLost
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.metrics import EvaluationSummary
 from headrace.actors.rollouts.answers import Answer
-from headrace.actors.rollouts.evaluation_folders import EvaluationFolders, Recording, evaluation_order
+from headrace.actors.rollouts.evaluation_folders import AnswerRecording, EvaluationFolders, evaluation_order
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig, Pressure
 from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.summary import summarize_answers, write_summary
@@ -276,7 +276,7 @@ class Dispatcher:
         named: dict[str, str | int] = {names.EVALUATION_TAG: tag, names.EVALUATION_TASKS: len(tasks)}
         with tracer.start_as_current_span(names.EVALUATION, Context(), attributes=named) as span:
             known = await until_back(lambda: self._replay.evaluated(GroupId(tag)))
-            async with Recording(self._folders, tag) as recording, asyncio.TaskGroup() as group:
+            async with AnswerRecording(self._folders, tag) as recording, asyncio.TaskGroup() as group:
                 answers = [
                     group.create_task(self._evaluate_one(evaluation_order(tag, task.id, sample), known, recording))
                     for task in tasks
@@ -300,7 +300,7 @@ class Dispatcher:
             return summary
 
     async def _evaluate_one(
-        self, first: RolloutOrder, known: Mapping[RolloutId, Evaluated], recording: Recording
+        self, first: RolloutOrder, known: Mapping[RolloutId, Evaluated], recording: AnswerRecording
     ) -> Answer:
         """Return one recorded answer, without a reward if every attempt was infra."""
         if (recorded := recording.get(first.rollout_id)) is not None:

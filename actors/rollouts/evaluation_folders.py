@@ -135,7 +135,7 @@ def evaluation_order(tag: str, task_id: TaskId, sample: int) -> RolloutOrder:
     )
 
 
-class Recording(ResourceOwner):
+class AnswerRecording(ResourceOwner):
     """Recording of the answers under one evaluation tag, as an async context manager."""
 
     def __init__(self, folders: EvaluationFolders | None, tag: str) -> None:

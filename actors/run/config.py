@@ -34,7 +34,7 @@ from headrace.actors.run.sections import (
     SamplingSection,
     ServiceSection,
 )
-from headrace.actors.run.sources import TaskSets, TasksSection
+from headrace.actors.run.sources import TaskSetConfig, TasksSection
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.recipe_section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName
@@ -100,8 +100,8 @@ class RunConfig(Section):
         ValueError."""
         if (problem := sources.problem(self.tasks.sources)) is not None:
             raise ValueError(problem)
-        known = TaskSets()
-        if changed := [key for key in TaskSets.model_fields if getattr(self.tasks, key) != getattr(known, key)]:
+        known = TaskSetConfig()
+        if changed := [key for key in TaskSetConfig.model_fields if getattr(self.tasks, key) != getattr(known, key)]:
             raise ValueError(f"tasks.{changed[0]} has no effect beside {sources.KEY}; move it to a source")
         longest = {name: _value_of(self, name) for name in LONGEST_OF_SOURCES if name in derived}
         for source in self.tasks.sources:

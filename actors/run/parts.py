@@ -42,7 +42,7 @@ from headrace.actors.run.config import RunConfig, slime_terms
 from headrace.actors.run.placement import LEARNER_BUNDLE, Unit
 from headrace.actors.run.supervision import SupervisedActors, or_none
 from headrace.actors.runtime.actors.guarded_actors import GuardedActors
-from headrace.actors.runtime.actors.nodes import Role
+from headrace.actors.runtime.actors.nodes import NodeRole
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import Resources, Runtime
 from headrace.actors.runtime.pools.gateway import GatewayActor
@@ -130,7 +130,7 @@ class RunActors(GuardedActors):
     @property
     def _control(self) -> Resources:
         """Resources of an actor on the node that has the run's state."""
-        return self._config.cluster.on(Role.CONTROL)
+        return self._config.cluster.on(NodeRole.CONTROL)
 
     async def start_observer(self) -> None:
         """Start the observer, if there is anything for it to do. It starts first, so that it ends last."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.actors.nodes import Bundle, NodeRole
 from headrace.actors.runtime.actors.operations import DEFAULT_ABSENT_S
 from headrace.actors.runtime.actors.runtime import PLAIN, Resources
 from headrace.actors.runtime.recipe_section import Section
@@ -44,8 +44,8 @@ class RolesSection(Section):
     learner: str = "learner"
     """Nodes of the learner."""
 
-    def labels(self) -> dict[Role, str]:
-        return {role: getattr(self, role.value) for role in Role}
+    def labels(self) -> dict[NodeRole, str]:
+        return {role: getattr(self, role.value) for role in NodeRole}
 
 
 class ClusterSection(Section):
@@ -106,11 +106,11 @@ class ClusterSection(Section):
     def is_local(self) -> bool:
         return self.address == LOCAL
 
-    def labels(self) -> dict[Role, str] | None:
+    def labels(self) -> dict[NodeRole, str] | None:
         """Return the label of each role's nodes; None on a local Ray."""
         return None if self.is_local else self.roles.labels()
 
-    def on(self, role: Role) -> Resources:
+    def on(self, role: NodeRole) -> Resources:
         """Return the resources of an actor that mostly waits for others, on a node with this role."""
         if self.is_local:
             return PLAIN
@@ -121,18 +121,20 @@ class ClusterSection(Section):
 
     @property
     def unit_bundle(self) -> Bundle:
-        return Bundle(role=Role.ROLLOUT, cpus=self.unit_cpus, memory_bytes=self.unit_memory_bytes)
+        return Bundle(role=NodeRole.ROLLOUT, cpus=self.unit_cpus, memory_bytes=self.unit_memory_bytes)
 
     def learner_bundle(self, learner: LearnerConfig) -> Bundle:
         # slime reserves the GPUs of its ranks itself.
         gpus = 0 if learner.kind == "slime" else sum(learner.reserved_gpus.values())
-        return Bundle(role=Role.LEARNER, cpus=self.learner_cpus, gpus=gpus, memory_bytes=self.learner_memory_bytes)
+        return Bundle(role=NodeRole.LEARNER, cpus=self.learner_cpus, gpus=gpus, memory_bytes=self.learner_memory_bytes)
 
     def in_bundle(self, bundle: str, *, gpus: float = 0.0) -> Resources:
         """Return the resources of an actor in a bundle, whose CPUs and memory are reserved as a whole."""
         if self.is_local:
             return Resources(gpus=gpus)
-        return Resources(gpus=gpus, bundle=bundle, role=Role.LEARNER if bundle == LEARNER_BUNDLE else Role.ROLLOUT)
+        return Resources(
+            gpus=gpus, bundle=bundle, role=NodeRole.LEARNER if bundle == LEARNER_BUNDLE else NodeRole.ROLLOUT
+        )
 
 
 def cluster_section(given: object) -> ClusterSection:

@@ -40,7 +40,7 @@ from headrace.actors.run.supervision import (
     readiness_of,
 )
 from headrace.actors.runtime.actors.call_guard import AwakeClock, keep_running
-from headrace.actors.runtime.actors.nodes import Process, this_process
+from headrace.actors.runtime.actors.nodes import NodeProcess, this_process
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.recording import record
 from headrace.actors.runtime.actors.runtime import Runtime
@@ -185,7 +185,7 @@ class Service(ResourceOwner):
         """Return the process id of each actor by name, for operators and fault tests."""
         return await self.actors.process_ids()
 
-    async def processes(self) -> list[Process]:
+    async def processes(self) -> list[NodeProcess]:
         """Return the processes of the run's actors that are known, wherever they are."""
         return [this_process(), *self._runtime.processes()]
 

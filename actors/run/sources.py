@@ -37,7 +37,7 @@ _OWN_KEYS: Final[Mapping[str, frozenset[str]]] = {
 _RUN_KEYS: Final[Mapping[str, frozenset[str]]] = {"rollout": frozenset({"lease_s"})}
 
 
-class TaskSets(Section):
+class TaskSetConfig(Section):
     """Keys of [tasks] and of each of [[tasks.sources]]: the training and the held-out tasks."""
 
     train: Path | None = None
@@ -58,7 +58,7 @@ class TaskSets(Section):
         return self
 
 
-class SourceSection(TaskSets):
+class SourceSection(TaskSetConfig):
     """One of [[tasks.sources]] of a recipe: its tasks, its share, and what differs from the recipe for its rollouts."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)
@@ -80,7 +80,7 @@ class SourceSection(TaskSets):
     """Keys of [evaluation] that differ for this source: `tasks` and `sampling`."""
 
 
-class TasksSection(TaskSets):
+class TasksSection(TaskSetConfig):
     """Section [tasks] of a recipe."""
 
     sources: tuple[SourceSection, ...] = ()

@@ -73,7 +73,7 @@ class ServiceCalls:
         self._config = config
         self._clock = clock
         self._limit = CallLimit(least=config.min_concurrency, most=config.max_concurrency)
-        self._slots = Slots(self._limit)
+        self._slots = CallSlots(self._limit)
         self._breaker = CircuitBreaker(FAILURES_TO_OPEN, OPEN_S, longest_open_s=LONGEST_OPEN_S)
         self._last_failure = ""
         self._totals = ServiceTotals()
@@ -232,7 +232,7 @@ class CallLimit:
         self._successes, self._decreased_s = 0, now
 
 
-class Slots:
+class CallSlots:
     """Slots for calls under an adaptive limit."""
 
     def __init__(self, limit: CallLimit) -> None:

@@ -36,7 +36,7 @@ def serve_retriever(corpus: Path, options: ListenOptions, announce: Callable[[st
     asyncio.run(RetrieverServer(index, key).serve(options, announce))
 
 
-class RequestInvalid(Exception):
+class SearchInvalid(Exception):
     """The request does not follow the contract."""
 
 
@@ -50,23 +50,23 @@ class SearchRequest:
 
 
 def parse_request(body: bytes) -> SearchRequest:
-    """Parse the body of a request. Raises RequestInvalid."""
+    """Parse the body of a request. Raises SearchInvalid."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestInvalid(f"the body is not valid JSON: {error}") from error
+        raise SearchInvalid(f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise RequestInvalid("the body is not an object; send {queries, topk, return_scores}")
+        raise SearchInvalid("the body is not an object; send {queries, topk, return_scores}")
     queries, top_k = document.get("queries"), document.get("topk", 3)
     with_scores = document.get("return_scores", False)
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
-        raise RequestInvalid("queries: must be a list of one or more strings")
+        raise SearchInvalid("queries: must be a list of one or more strings")
     if len(queries) > MAX_QUERIES:
-        raise RequestInvalid(f"queries: at most {MAX_QUERIES} in one request")
+        raise SearchInvalid(f"queries: at most {MAX_QUERIES} in one request")
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
-        raise RequestInvalid(f"topk: must be a whole number from 1 to {MAX_TOP_K}")
+        raise SearchInvalid(f"topk: must be a whole number from 1 to {MAX_TOP_K}")
     if not isinstance(with_scores, bool):
-        raise RequestInvalid("return_scores: must be true or false")
+        raise SearchInvalid("return_scores: must be true or false")
     return SearchRequest(queries=tuple(queries), top_k=top_k, with_scores=with_scores)
 
 
@@ -95,7 +95,7 @@ class RetrieverServer(LocalServer):
     async def _retrieve(self, request: web.Request) -> web.Response:
         try:
             search = parse_request(await request.read())
-        except RequestInvalid as error:
+        except SearchInvalid as error:
             return web.json_response({"error": str(error)}, status=400)
         found = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._index.search, search.queries, search.top_k

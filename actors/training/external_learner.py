@@ -60,7 +60,7 @@ STATE_SUFFIX: Final = "-state"
 _FOLDER: Final = re.compile(rf"\d+\.\d+({STATE_SUFFIX})?")
 
 
-class Order(StrEnum):
+class TrainerAction(StrEnum):
     """What the trainer has to do next."""
 
     LOAD = "load"
@@ -79,7 +79,7 @@ class Order(StrEnum):
 class TrainerOrder:
     """Answer to a trainer's question."""
 
-    order: Order
+    order: TrainerAction
     version: PolicyVersion | None = None
     directory: Path | None = None
     lease: str = ""
@@ -228,7 +228,7 @@ class ExternalLearner:
         up to `timeout_s` for one. Raises TrainerStateLost if its state was not saved."""
         end_s = asyncio.get_running_loop().time() + timeout_s
         if not await self._until(lambda: self._version is not None, timeout_s):
-            return TrainerOrder(order=Order.WAIT)
+            return TrainerOrder(order=TrainerAction.WAIT)
         if version != self._version:
             return self._load_or_lose(version)
         if not self._weights.are_known:
@@ -238,17 +238,19 @@ class ExternalLearner:
         self._tell()
         try:
             await self._until(
-                lambda: self._next_order() is not Order.WAIT or self._question != mine or version != self._version,
+                lambda: (
+                    self._next_order() is not TrainerAction.WAIT or self._question != mine or version != self._version
+                ),
                 end_s - asyncio.get_running_loop().time(),
             )
         finally:
             self._asking -= 1
         if self._question != mine or version != self._version:
-            return TrainerOrder(order=Order.WAIT, version=self._version)
+            return TrainerOrder(order=TrainerAction.WAIT, version=self._version)
         order, current = self._next_order(), self._opened().version
-        if order is Order.SAVE:
+        if order is TrainerAction.SAVE:
             return TrainerOrder(order=order, version=current, directory=self._folders.of_state(current))
-        if order is Order.TRAIN and self._handed is not None:
+        if order is TrainerAction.TRAIN and self._handed is not None:
             self._handed.lease = uuid.uuid4().hex
             return TrainerOrder(
                 order=order,
@@ -353,14 +355,14 @@ class ExternalLearner:
         if self._handed is not None:
             # Whoever had it can no longer commit it.
             self._handed.lease = ""
-        return TrainerOrder(order=Order.LOAD, version=self._version, directory=self._loadable)
+        return TrainerOrder(order=TrainerAction.LOAD, version=self._version, directory=self._loadable)
 
-    def _next_order(self) -> Order:
+    def _next_order(self) -> TrainerAction:
         if self._saving is not None and not self._saving.done():
-            return Order.SAVE
+            return TrainerAction.SAVE
         if self._handed is not None:
-            return Order.TRAIN
-        return Order.END if self._has_ended else Order.WAIT
+            return TrainerAction.TRAIN
+        return TrainerAction.END if self._has_ended else TrainerAction.WAIT
 
     def _leased(self, lease: str) -> _Handed:
         handed = self._handed

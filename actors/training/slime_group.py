@@ -21,7 +21,7 @@ from headrace.actors.training.rank_group import RankGroup, end_after
 from headrace.policies.errors import LearnerSettingsInvalid, RankFailed
 
 if TYPE_CHECKING:
-    from headrace.actors.training.slime_rank import RankState, RankStep
+    from headrace.actors.training.slime_rank import RankState, SlimeRankStep
 
 
 class PlacementOwner:
@@ -102,7 +102,7 @@ class SlimeGroup(RankGroup):
             raise LearnerSettingsInvalid(f"slime could not load the model: {error}") from error
         self.states: Sequence[RankState] = self.call("state")
 
-    def train(self, number: int, data: Sequence[dict[str, Any]]) -> list[RankStep]:
+    def train(self, number: int, data: Sequence[dict[str, Any]]) -> list[SlimeRankStep]:
         """Perform step `number` on the data of each data-parallel rank. Raises RankFailed."""
         import ray
         from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training

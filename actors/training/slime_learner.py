@@ -36,7 +36,7 @@ from headrace.policies.learners.slime import batches, checkout, visibility
 from headrace.policies.learners.slime.arguments import SlimeTerms, parse
 
 if TYPE_CHECKING:
-    from headrace.actors.training.slime_rank import RankStep
+    from headrace.actors.training.slime_rank import SlimeRankStep
 
 SLIME_STATE: Final = "slime"
 """Folder of a checkpoint with slime's own files."""
@@ -203,7 +203,7 @@ def keep_newest_snapshots(root: Path, count: int) -> None:
         shutil.rmtree(path.rename(path.with_name(f"{_STAGED}removed-{path.name}")))
 
 
-def _slime_metrics(results: Sequence[RankStep]) -> dict[str, float]:
+def _slime_metrics(results: Sequence[SlimeRankStep]) -> dict[str, float]:
     """Return the numbers of the rank that logs training, without slime's own counters."""
     logged = [result for result in results if "train/loss" in result.metrics]
     if not logged:

@@ -35,7 +35,7 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
+class SlimeRankStep:
     """Result of a step on a rank: the numbers that slime logged there, the learning rate of the update, and
     `RankState.scheduled` after it."""
 
@@ -77,12 +77,14 @@ class SlimeRank(MegatronTrainRayActor):  # type: ignore[misc]
             optimizer_steps=max(steps, default=0),
         )
 
-    def train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> RankStep:
+    def train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> SlimeRankStep:
         self._logged = {}
         # slime logs the rate of the next update.
         rate = float(self.optimizer.param_groups[0]["lr"])
         super().train(rollout_id, rollout_data_ref, external_data=external_data)
-        return RankStep(metrics=self._logged, learning_rate=rate, scheduled=int(self.opt_param_scheduler.num_steps))
+        return SlimeRankStep(
+            metrics=self._logged, learning_rate=rate, scheduled=int(self.opt_param_scheduler.num_steps)
+        )
 
     def export(self, directory: str) -> None:
         """Write the model as a Hugging Face directory, together with all other ranks; one rank of each node writes."""

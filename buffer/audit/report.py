@@ -17,7 +17,7 @@ from operator import itemgetter
 
 from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
 from headrace.buffer.audit.joined_rows import GroupHistory
-from headrace.buffer.core.records import Action, AttemptRecord, GroupState, RolloutState
+from headrace.buffer.core.records import AttemptRecord, GroupState, OperatorAction, RolloutState
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId
 
@@ -81,7 +81,9 @@ def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
     causes: Counter[str] = Counter()
     groups: list[tuple[int, LeftOut]] = []
     evicted = 0
-    lost = {(entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST}
+    lost = {
+        (entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is OperatorAction.RETRY_LOST
+    }
     for history in evidence.histories():
         for rollout in history.members:
             evicted += rollout.evictions + (rollout.state is RolloutState.EVICTED)

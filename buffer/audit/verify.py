@@ -24,12 +24,12 @@ from headrace.buffer.core.classification import FAILED, trained_tokens
 from headrace.buffer.core.outages import COUNTED
 from headrace.buffer.core.records import (
     FINAL,
-    Action,
     AttemptRecord,
     BatchState,
     CommitRecord,
     FilterReason,
     GroupState,
+    OperatorAction,
     RolloutRecord,
     RolloutState,
 )
@@ -127,7 +127,9 @@ class _Audit:
         self.tree = evidence.tree()
         self.path = self._surviving_path()
         self.retried = {
-            (entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST
+            (entry.subject, entry.attempt)
+            for entry in evidence.interventions
+            if entry.action is OperatorAction.RETRY_LOST
         }
         self.lost: dict[RolloutId, str] = {}
         self.again: set[RolloutId] = set()
@@ -149,7 +151,9 @@ class _Audit:
             self.problems.append(f"{len(twice)} rollouts were trained more than once, {twice[0]} first")
         if self.evidence.closed is None:
             # Only operators drop batches.
-            noted = {entry.subject for entry in self.evidence.interventions if entry.action is Action.DROP_BATCH}
+            noted = {
+                entry.subject for entry in self.evidence.interventions if entry.action is OperatorAction.DROP_BATCH
+            }
             for batch_id in sorted(noted.symmetric_difference(self.dropped)):
                 self.problems.append(f"{batch_id} was dropped without an entry in the journal, or the other way round")
         self._check_groups(progress or (lambda done, total: None))

@@ -68,7 +68,7 @@ class AcceptanceRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RuleLimits:
     """Limits on the arguments of rules."""
 
     group_size: int
@@ -127,7 +127,7 @@ def effective_since(rule: AcceptanceRule, group: GroupView, min_members: int) ->
     return rule.since(group) if group.finished >= min_members else NEVER
 
 
-def parse_rule(text: str, limits: Limits | None = None) -> AcceptanceRule:
+def parse_rule(text: str, limits: RuleLimits | None = None) -> AcceptanceRule:
     """Parse a rule. Raises ValueError when the text is not a rule, or is a rule that can never be met within
     `limits`."""
     if len(text) > LONGEST_TEXT:
@@ -139,7 +139,7 @@ def parse_rule(text: str, limits: Limits | None = None) -> AcceptanceRule:
     return _build(tree, limits)
 
 
-def _build(node: ast.expr, limits: Limits | None) -> AcceptanceRule:
+def _build(node: ast.expr, limits: RuleLimits | None) -> AcceptanceRule:
     match node:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _build(left, limits) | _build(right, limits)
@@ -154,7 +154,7 @@ def _build(node: ast.expr, limits: Limits | None) -> AcceptanceRule:
     raise ValueError(f"{ast.unparse(node)!r} is not a rule: {_EXPECTED}")
 
 
-def _count(value: float, limits: Limits | None) -> AcceptanceRule:
+def _count(value: float, limits: RuleLimits | None) -> AcceptanceRule:
     if value % 1 or value < 1:
         raise ValueError(f"count({value}) needs a whole number of members, at least 1")
     if limits and value > limits.group_size:
@@ -164,14 +164,14 @@ def _count(value: float, limits: Limits | None) -> AcceptanceRule:
     return count(int(value))
 
 
-def _fraction(value: float, limits: Limits | None) -> AcceptanceRule:
+def _fraction(value: float, limits: RuleLimits | None) -> AcceptanceRule:
     if not 0 < value <= 1:
         raise ValueError(f"fraction({value}) needs a share: give a number above 0 and at most 1")
     return fraction(value)
 
 
-def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, Limits | None], AcceptanceRule]:
-    def build(value: float, limits: Limits | None) -> AcceptanceRule:
+def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, RuleLimits | None], AcceptanceRule]:
+    def build(value: float, limits: RuleLimits | None) -> AcceptanceRule:
         if not 0 < value < math.inf:
             raise ValueError(f"{rule(value).text} needs a waiting time: give a number of seconds above 0")
         return rule(value)
@@ -179,7 +179,7 @@ def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, Limits
     return build
 
 
-def _expiring(value: float, limits: Limits | None) -> AcceptanceRule:
+def _expiring(value: float, limits: RuleLimits | None) -> AcceptanceRule:
     if value % 1 or value < 0:
         raise ValueError(f"expiring({value}) needs a whole number of optimizer updates: give 0 or more")
     if limits and value >= limits.max_staleness:
@@ -190,7 +190,7 @@ def _expiring(value: float, limits: Limits | None) -> AcceptanceRule:
     return expiring(int(value))
 
 
-_LEAVES: Final[dict[str, Callable[[float, Limits | None], AcceptanceRule]]] = {
+_LEAVES: Final[dict[str, Callable[[float, RuleLimits | None], AcceptanceRule]]] = {
     "count": _count,
     "at_least": _count,
     "fraction": _fraction,

@@ -65,7 +65,7 @@ class RewardSpread:
     grpo_deviation_sum: float = 0.0
 
 
-class Bucket(NamedTuple):
+class _TurnValues(NamedTuple):
     """Values of one turn in a group: their number, mean and population deviation."""
 
     size: int
@@ -73,7 +73,7 @@ class Bucket(NamedTuple):
     deviation: float
 
 
-Buckets: TypeAlias = "dict[int, Bucket]"
+Buckets: TypeAlias = "dict[int, _TurnValues]"
 """Buckets of a group, by turn number."""
 
 
@@ -165,17 +165,17 @@ def buckets_of(members: Iterable[Mapping[int, float]]) -> Buckets:
         for turn, value in values.items():
             by_turn.setdefault(turn, []).append(value)
     return {
-        turn: Bucket(len(values), mean(values), math.sqrt(deviation_square_sum(values) / len(values)))
+        turn: _TurnValues(len(values), mean(values), math.sqrt(deviation_square_sum(values) / len(values)))
         for turn, values in sorted(by_turn.items())
     }
 
 
-def turn_advantages(values: Mapping[int, float], buckets: Mapping[int, Bucket]) -> dict[int, float]:
+def turn_advantages(values: Mapping[int, float], buckets: Mapping[int, _TurnValues]) -> dict[int, float]:
     """Return the advantages of the turns that have a value."""
     return {turn: _turn_advantage(value, buckets.get(turn)) for turn, value in values.items()}
 
 
-def _turn_advantage(value: float, bucket: Bucket | None) -> float:
+def _turn_advantage(value: float, bucket: _TurnValues | None) -> float:
     if bucket is None or bucket.size == 1:
         return value
     if bucket.deviation == 0.0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.buffer.core.records import TrainedTokens
+from headrace.buffer.core.records import VersionTokens
 from headrace.buffer.trajectories.breakdown import Breakdown
 from headrace.buffer.trajectories.codec import refuse_unstorable
 from headrace.buffer.trajectories.row_limits import RowLimits
@@ -34,11 +34,11 @@ FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class StorableResult:
     """A result in the form in which the ledger stores it: every string and number has been made storable."""
 
     outcome: Outcome
-    trained: tuple[TrainedTokens, ...] = ()
+    trained: tuple[VersionTokens, ...] = ()
     turns: int = 0
     phases_s: tuple[tuple[str, float], ...] = ()
     trace_id: str = ""
@@ -53,7 +53,7 @@ class Account:
 
 def classify(
     result: RolloutResult, tree: VersionTree, *, masked: bool = False, limits: RowLimits | None = None
-) -> Account:
+) -> StorableResult:
     """Return the result as the ledger counts it. With `masked`, tokens that cannot be trained on are counted too, for
     example those of an evaluation sampled at temperature 0.
 
@@ -73,7 +73,7 @@ def classify(
             scores = plain_scores(result.scores, result.trajectory)
             if not math.isclose(scores.reward, outcome.reward, rel_tol=1e-9, abs_tol=1e-9):
                 raise ValueError(f"reward {outcome.reward}, but its outcome and scores give {scores.reward}")
-        return Account(
+        return StorableResult(
             outcome=outcome,
             trained=trained,
             turns=plain_int(result.turns),
@@ -87,7 +87,7 @@ def classify(
             untrainable=bool(violation),
         )
     except Exception as error:  # noqa: BLE001 - a foreign worker may send anything; only its own result is lost
-        return Account(outcome=Outcome.infra(clean_text(f"malformed result: {error}")))
+        return StorableResult(outcome=Outcome.infra(clean_text(f"malformed result: {error}")))
 
 
 def _plain_outcome(outcome: Outcome) -> Outcome:
@@ -109,7 +109,7 @@ def _plain_outcome(outcome: Outcome) -> Outcome:
 
 def trained_tokens(
     trajectory: Trajectory | None, tree: VersionTree, *, masked: bool = False
-) -> tuple[TrainedTokens, ...]:
+) -> tuple[VersionTokens, ...]:
     """Return how many trained tokens each version sampled; with `masked`, tokens outside the loss count too. Raises
     ValueError or CodecError when arrays or spans do not match or cannot be stored, or when a version is unknown."""
     if trajectory is None:
@@ -122,7 +122,7 @@ def trained_tokens(
     for version in counts:
         if version.epoch not in tree.forks:
             raise ValueError(f"sampled by version {version}, whose epoch was never opened")
-    return tuple(TrainedTokens(version=plain_version(version), tokens=counts[version]) for version in sorted(counts))
+    return tuple(VersionTokens(version=plain_version(version), tokens=counts[version]) for version in sorted(counts))
 
 
 def stale_kv_tokens(trajectory: Trajectory) -> int:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.buffer.core.acceptance import Limits, parse_rule
+from headrace.buffer.core.acceptance import RuleLimits, parse_rule
 from headrace.buffer.core.advantages import AdvantageKind
 from headrace.buffer.core.curriculum import Curriculum
 from headrace.buffer.core.staleness import StalenessBound
@@ -78,5 +78,5 @@ class BufferConfig(BaseModel):
                 f"a group of group_size = {self.group_size} may never fit beside an unfinished batch of "
                 f"batch_size = {self.batch_size}: raise batch_size or max_staleness"
             )
-        parse_rule(self.rule, Limits(group_size=self.group_size, max_staleness=self.max_staleness))
+        parse_rule(self.rule, RuleLimits(group_size=self.group_size, max_staleness=self.max_staleness))
         return self

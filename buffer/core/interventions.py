@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from headrace.buffer.core.batch_queue import BatchQueue
 from headrace.buffer.core.records import (
-    Action,
     AttemptRecord,
     BatchRecord,
     BatchState,
     FilterReason,
     GroupState,
     InterventionRecord,
+    OperatorAction,
     RolloutState,
 )
 from headrace.buffer.core.sealing import Sealing
@@ -62,7 +62,7 @@ class Interventions:
             self._state.move(member.rollout_id, RolloutState.FILTERED, reason=FilterReason.BATCH_DROPPED)
         self._state.count("batches_dropped")
         self._state.count(f"filtered_{FilterReason.BATCH_DROPPED}", len(batch.members))
-        self._note(Action.DROP_BATCH, batch.batch_id, None, f"{was}; {len(batch.members)} rollouts", now)
+        self._note(OperatorAction.DROP_BATCH, batch.batch_id, None, f"{was}; {len(batch.members)} rollouts", now)
         return dropped
 
     def retry_lost(self, lost: Mapping[RolloutId, str], now: float) -> tuple[RolloutId, ...]:
@@ -77,7 +77,7 @@ class Interventions:
         for rollout_id, why in sorted(known.items()):
             rollout = self._state.rollouts[rollout_id]
             if rollout.state in (RolloutState.WAITING, RolloutState.SEALED):
-                self._note(Action.RETRY_LOST, rollout_id, rollout.attempt, f"{rollout.state}: {why}", now)
+                self._note(OperatorAction.RETRY_LOST, rollout_id, rollout.attempt, f"{rollout.state}: {why}", now)
                 group = self._state.group_of(rollout_id)
                 if group.state is GroupState.OPEN:
                     self._unfinish(rollout_id, now)
@@ -90,7 +90,7 @@ class Interventions:
                     )
                 again.append(rollout_id)
             elif rollout.state is RolloutState.TRAINED:
-                self._note(Action.RETRY_LOST, rollout_id, rollout.attempt, f"stays trained: {why}", now)
+                self._note(OperatorAction.RETRY_LOST, rollout_id, rollout.attempt, f"stays trained: {why}", now)
         if again:
             self._state.count("rollouts_retried", len(again))
         return tuple(again)
@@ -111,7 +111,7 @@ class Interventions:
                 f"({', '.join(sorted(parked)[:5]) or 'none'}{', ...' if len(parked) > 5 else ''})"
             )
         for task in chosen:
-            self._note(Action.UNPARK, task, None, parked[task], now)
+            self._note(OperatorAction.UNPARK, task, None, parked[task], now)
             self._history.release(task)
         return tuple(chosen)
 
@@ -156,7 +156,7 @@ class Interventions:
             detail="acknowledged and lost",
         )
 
-    def _note(self, action: Action, subject: str, attempt: int | None, detail: str, now: float) -> None:
+    def _note(self, action: OperatorAction, subject: str, attempt: int | None, detail: str, now: float) -> None:
         sequence = max(self._state.interventions, default=0) + 1
         self._state.put(
             InterventionRecord(

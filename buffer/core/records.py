@@ -98,7 +98,7 @@ class BatchState(StrEnum):
     """An operator dropped it because the learner cannot train it; none of its members will be trained."""
 
 
-class Action(StrEnum):
+class OperatorAction(StrEnum):
     """Action of an operator on the ledger of a stopped run."""
 
     DROP_BATCH = "drop-batch"
@@ -182,7 +182,7 @@ class RolloutRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedTokens:
+class VersionTokens:
     """Number of trained tokens of a trajectory that `version` sampled."""
 
     version: PolicyVersion
@@ -257,7 +257,7 @@ class AttemptRecord:
     reward: float | None = None
     trainable: bool = False
     detail: str = ""
-    trained: tuple[TrainedTokens, ...] = ()
+    trained: tuple[VersionTokens, ...] = ()
     turns: int = 0
     phases_s: tuple[tuple[str, float], ...] = ()
     trace_id: str = ""
@@ -372,7 +372,7 @@ class EvaluationRecord:
     cause: Cause
     reward: float | None
     detail: str
-    sampled: tuple[TrainedTokens, ...]
+    sampled: tuple[VersionTokens, ...]
     recorded_at_s: float
     solved: bool = False
     host: str = ""
@@ -428,7 +428,7 @@ class InterventionRecord:
     `detail` is for human readers."""
 
     sequence: int
-    action: Action
+    action: OperatorAction
     subject: str
     attempt: int | None
     detail: str

@@ -32,7 +32,7 @@ from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.core.state import ReplayState
 from headrace.buffer.core.task_history import TaskHistory
-from headrace.buffer.core.task_sources.admission import Admission
+from headrace.buffer.core.task_sources.admission import GroupAdmission
 from headrace.buffer.core.task_sources.shares import Mix, Source
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.row_limits import RowLimits
@@ -162,7 +162,7 @@ class ReplayBuffer:
             name: TaskCursor(self.state, stream, curriculum=self.config.curriculum, passes=self.config.passes)
             for name, stream in self._streams.items()
         }
-        self._admission = Admission(self.state, self.config, self.mix, self._cursors)
+        self._admission = GroupAdmission(self.state, self.config, self.mix, self._cursors)
 
     def restart_clocks(self, now: float) -> None:
         """Restart the timers that `deadline` and `grace` use in open groups, because the store has been reopened and

@@ -20,7 +20,7 @@ from headrace.buffer.trajectories.versions import PolicyVersion, VersionTree
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class ExpectedPath:
     """Expected state of the path after all leased and queued batches have been trained: its last version, and the
     version tree, which includes the undone steps that this training repeats."""
 
@@ -42,7 +42,7 @@ class TrainingPath:
         self.steps_closed, self.steps_skipped = snapshot.steps_closed, snapshot.steps_closed_skipped
         self._by_state: dict[BatchState, dict[BatchId, None]] = {state: {} for state in BatchState}
         self._undone = UndoneSteps()
-        self._prediction: Prediction | None = None
+        self._prediction: ExpectedPath | None = None
 
     def index(self, record: BatchRecord | CommitRecord | EpochRecord | CheckpointRecord) -> None:
         """Insert or replace a record."""
@@ -113,7 +113,7 @@ class TrainingPath:
         return self.prediction.version if self.epochs else None
 
     @property
-    def prediction(self) -> Prediction:
+    def prediction(self) -> ExpectedPath:
         """Predicted result of training the leased and queued batches. An epoch must be open."""
         if self._prediction is None:
             assert self.head is not None
@@ -193,7 +193,9 @@ class UndoneSteps:
         done = (commit.version for commit in self.matches(tree, trained_at, chain) if not commit.skipped)
         return next(done, None)
 
-    def predict(self, tree: VersionTree, head: PolicyVersion, chain: str, batches: Sequence[BatchRecord]) -> Prediction:
+    def predict(
+        self, tree: VersionTree, head: PolicyVersion, chain: str, batches: Sequence[BatchRecord]
+    ) -> ExpectedPath:
         """Return the predicted result of training these batches in order, starting from `head` and `chain`: a repeated
         step has the same outcome as before, and a new one is assumed not to be skipped."""
         version = head
@@ -205,7 +207,7 @@ class UndoneSteps:
             version = PolicyVersion(version.epoch, version.step + 1)
             if known:
                 tree = tree.following(version.epoch, known[-1].version)
-        return Prediction(version, tree)
+        return ExpectedPath(version, tree)
 
 
 def digest_of(batch: BatchRecord) -> bytes:

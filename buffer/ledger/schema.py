@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 from headrace.buffer.core.records import (
-    Action,
     AttemptRecord,
     BatchMember,
     BatchRecord,
@@ -33,12 +32,13 @@ from headrace.buffer.core.records import (
     GroupState,
     HostFailures,
     InterventionRecord,
+    OperatorAction,
     OutageRecord,
     Record,
     RolloutRecord,
     RolloutState,
     TaskRecord,
-    TrainedTokens,
+    VersionTokens,
 )
 from headrace.buffer.trajectories.breakdown import Breakdown
 from headrace.buffer.trajectories.step_scores import StepScores
@@ -121,7 +121,7 @@ CREATE TABLE IF NOT EXISTS trajectories (
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RecordTable:
     """Table for one kind of record, with the key columns first. `read` (by name) and `conversions` (by position) are
     for columns that are not plain values."""
 
@@ -168,11 +168,11 @@ def _table(
     rest: str,
     read: Mapping[str, Callable[[Any], object]],
     write: Mapping[str, Callable[[Any], object]],
-) -> Table:
+) -> RecordTable:
     keys = tuple(key.split())
     columns = (*keys, *rest.split())
     conversions = tuple((columns.index(column), convert) for column, convert in write.items())
-    return Table(name=name, record=record, key=keys, columns=columns, read=read, conversions=conversions)
+    return RecordTable(name=name, record=record, key=keys, columns=columns, read=read, conversions=conversions)
 
 
 @lru_cache(maxsize=4096)
@@ -189,14 +189,14 @@ _json = json.JSONEncoder(separators=(",", ":")).encode
 
 # Cached, because neighbouring rows repeat few different texts.
 @lru_cache(maxsize=4096)
-def read_trained(text: str) -> tuple[TrainedTokens, ...]:
+def read_trained(text: str) -> tuple[VersionTokens, ...]:
     """Parse `[["1.3",120],...]`: the number of tokens that each version sampled."""
     return tuple(
-        TrainedTokens(version=PolicyVersion.parse(version), tokens=tokens) for version, tokens in json.loads(text)
+        VersionTokens(version=PolicyVersion.parse(version), tokens=tokens) for version, tokens in json.loads(text)
     )
 
 
-def _write_trained(parts: tuple[TrainedTokens, ...]) -> str:
+def _write_trained(parts: tuple[VersionTokens, ...]) -> str:
     return _json([[str(part.version), part.tokens] for part in parts])
 
 
@@ -248,7 +248,7 @@ def _optional(kind: Callable[[str], object]) -> Callable[[str | None], object]:
     return lambda text: None if text is None else kind(text)
 
 
-TABLES: Mapping[type, Table] = {
+TABLES: Mapping[type, RecordTable] = {
     EpochRecord: _table(
         EpochRecord,
         "epochs",
@@ -360,7 +360,12 @@ TABLES: Mapping[type, Table] = {
     ),
     CounterRecord: _table(CounterRecord, "counters", "name", "value", {}, {}),
     InterventionRecord: _table(
-        InterventionRecord, "interventions", "sequence", "action subject attempt detail at_s", {"action": Action}, {}
+        InterventionRecord,
+        "interventions",
+        "sequence",
+        "action subject attempt detail at_s",
+        {"action": OperatorAction},
+        {},
     ),
 }
 """Tables in the order in which rows are written, so that references exist."""

@@ -32,7 +32,7 @@ class TestIds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class EvalScript:
     """`remote_env_info.f2p_script`: Python source that ends in `sys.exit(pytest.main(...))`, run as a file outside the
     repository. The reward is 1 if at least one test passed, none failed, and no test that runs on the untouched
     repository was skipped."""
@@ -44,7 +44,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class EvalCommand:
     """`eval_cmd`: a shell command that runs pytest. It is scored like a script; its exit code is ignored."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -70,7 +70,7 @@ class Swepro:
     kind: Literal["swepro"] = "swepro"
 
 
-Grader = Annotated[TestIds | Script | Command | Swepro, Discriminator("kind")]
+Grader = Annotated[TestIds | EvalScript | EvalCommand | Swepro, Discriminator("kind")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class RepositorySpec:
     ones, and so do certain names (`tests/`, `test_*.py`)."""
 
 
-def required_ids(grader: TestIds | Script | Command | Swepro) -> tuple[str, ...]:
+def required_ids(grader: TestIds | EvalScript | EvalCommand | Swepro) -> tuple[str, ...]:
     """Return the test ids that must pass, without duplicates; empty if the grader names none."""
     if isinstance(grader, TestIds | Swepro):
         return tuple(dict.fromkeys((*grader.fail_to_pass, *grader.pass_to_pass)))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.policies.cpu_engine.requests import Sampling
+from headrace.policies.cpu_engine.requests import SamplingParams
 from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, GrammarKind
 from headrace.policies.errors import RequestInvalid
 
@@ -74,7 +74,7 @@ class Grammars:
         self._known: LLTokenizer | None = None
         self._special_ids: dict[str, int] = {}
 
-    def compile_for(self, samplings: Sequence[Sampling]) -> list[GrammarState | None]:
+    def compile_for(self, samplings: Sequence[SamplingParams]) -> list[GrammarState | None]:
         """Return a state for each sequence that has a grammar, and compile equal ones once. Raises RequestInvalid like
         `compile`."""
         compiled: dict[tuple[object, ...], GrammarState] = {}

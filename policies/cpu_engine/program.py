@@ -102,10 +102,10 @@ def read_eos_ids(directory: Path) -> frozenset[int]:
 def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     """Load the model and build the engine. Raises ModelInvalid, EngineSettingsInvalid."""
     from headrace.policies.cpu_engine.grammars import Grammars
-    from headrace.policies.cpu_engine.requests import Limits
+    from headrace.policies.cpu_engine.requests import ModelLimits
     from headrace.policies.cpu_engine.runner import Runner
     from headrace.policies.cpu_engine.scheduler import Scheduler
-    from headrace.policies.cpu_engine.server import EngineServer, ServerSettings
+    from headrace.policies.cpu_engine.server import EngineServer, EngineServerSettings
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
     from headrace.policies.models.qwen import read_weights
@@ -132,10 +132,10 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
         tail_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
     )
     engine = EngineThread(runner, scheduler)
-    settings = ServerSettings(
+    settings = EngineServerSettings(
         model_path=str(config.model),
         family=model.family,
-        limits=Limits(vocab_size=model.vocab_size, context_tokens=context_tokens),
+        limits=ModelLimits(vocab_size=model.vocab_size, context_tokens=context_tokens),
         max_running=config.max_running,
         weights_folders=(config.model, *config.weights),
         key=key,

@@ -51,7 +51,7 @@ UNSUPPORTED_TOP: Mapping[str, object] = {
 }
 
 
-class Sampling(BaseModel):
+class SamplingParams(BaseModel):
     """Sampling parameters that this engine supports, with SGLang's names and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -98,7 +98,7 @@ class Sampling(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ModelLimits:
     """Limits of the model, in tokens."""
 
     vocab_size: int
@@ -111,7 +111,7 @@ class Prompt:
 
     request_id: str
     input_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     return_logprob: bool
 
 
@@ -123,7 +123,7 @@ class ParsedBody:
     listed: bool
 
 
-def parse_generate(body: object, limits: Limits, encode: Callable[[str], list[int]]) -> ParsedBody:
+def parse_generate(body: object, limits: ModelLimits, encode: Callable[[str], list[int]]) -> ParsedBody:
     """Parse a /generate body. Raises RequestInvalid with the message of the 400 reply."""
     if not isinstance(body, dict):
         raise RequestInvalid("the body must be one JSON object")
@@ -158,7 +158,7 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, object],
 
 
 def read_inputs(
-    body: Mapping[str, Any], limits: Limits, encode: Callable[[str], list[int]]
+    body: Mapping[str, Any], limits: ModelLimits, encode: Callable[[str], list[int]]
 ) -> tuple[list[list[int]], bool]:
     """Return the lists of ids, and whether they are a batch."""
     text, ids = body.get("text"), body.get("input_ids")
@@ -176,7 +176,7 @@ def read_inputs(
     raise RequestInvalid("text must be a string or strings, input_ids a list of integers or a list of such lists")
 
 
-def check_sizes(text: object, ids: object, limits: Limits) -> None:
+def check_sizes(text: object, ids: object, limits: ModelLimits) -> None:
     """Refuse oversized inputs based on their length alone, because parsing them would delay other requests."""
     most = max(MAX_SEQUENCES, limits.context_tokens)
     if any(isinstance(items, list) and len(items) > most for items in (text, ids)):
@@ -189,7 +189,7 @@ def check_sizes(text: object, ids: object, limits: Limits) -> None:
         raise RequestInvalid(f"text has more than {longest} characters: too many for this model's context length")
 
 
-def read_samplings(given: object, count: int) -> list[Sampling]:
+def read_samplings(given: object, count: int) -> list[SamplingParams]:
     if isinstance(given, list):
         if len(given) != count:
             raise RequestInvalid(f"sampling_params has {len(given)} entries for {count} prompts")
@@ -197,19 +197,19 @@ def read_samplings(given: object, count: int) -> list[Sampling]:
     return [read_sampling(given)] * count
 
 
-def read_sampling(given: object) -> Sampling:
+def read_sampling(given: object) -> SamplingParams:
     if given is None:
-        return Sampling()
+        return SamplingParams()
     if not isinstance(given, dict):
         raise RequestInvalid("sampling_params must be a JSON object")
-    known = [*Sampling.model_fields, *UNSUPPORTED_SAMPLING, *IGNORED_SAMPLING]
+    known = [*SamplingParams.model_fields, *UNSUPPORTED_SAMPLING, *IGNORED_SAMPLING]
     unknown = sorted(map(str, given.keys() - set(known)))
     if unknown:
         raise RequestInvalid(f"Unexpected sampling_params keys {unknown}; valid keys are {sorted(known)}")
     refuse_unsupported(given, UNSUPPORTED_SAMPLING, "sampling_params.")
-    kept = {key: value for key, value in given.items() if key in Sampling.model_fields and value is not None}
+    kept = {key: value for key, value in given.items() if key in SamplingParams.model_fields and value is not None}
     try:
-        sampling = Sampling.model_validate(kept)
+        sampling = SamplingParams.model_validate(kept)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -246,7 +246,7 @@ def read_request_ids(given: object, count: int, batched: bool) -> list[str]:
     raise RequestInvalid("rid must be a non-empty string, or one such string for each prompt")
 
 
-def check_ids(ids: list[Any], sampling: Sampling, limits: Limits) -> None:
+def check_ids(ids: list[Any], sampling: SamplingParams, limits: ModelLimits) -> None:
     if not ids:
         raise RequestInvalid("input_ids cannot be empty.")
     if len(ids) >= limits.context_tokens:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.policies.cpu_engine.requests import Sampling
+from headrace.policies.cpu_engine.requests import SamplingParams
 from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.models.qwen import KeyValueCache, Qwen, QwenWeights
 from headrace.policies.models.qwen_config import QwenConfig
@@ -152,7 +152,7 @@ class Runner:
 @torch.inference_mode()
 def sample(
     logits_BV: Tensor,
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     noise_BV: Tensor,
     masks: Mapping[int, NDArray[np.bool_]] = MappingProxyType({}),
 ) -> tuple[list[int], list[float]]:
@@ -174,7 +174,7 @@ def sample(
     return chosen.tolist(), logprobs_BV.gather(1, chosen[:, None])[:, 0].tolist()
 
 
-def truncate(weights_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def truncate(weights_BV: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     """Set the weights outside top_k and top_p to zero; the most likely id is always kept."""
     ordered, order = weights_BV.sort(dim=-1, descending=True)
     vocabulary = ordered.shape[1]

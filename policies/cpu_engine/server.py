@@ -29,7 +29,7 @@ from headrace.policies.cpu_engine.grammars import Grammars
 from headrace.policies.cpu_engine.replies import Json, generation_json, loads_json
 from headrace.policies.cpu_engine.requests import (
     InitGroup,
-    Limits,
+    ModelLimits,
     UpdateFromDisk,
     UpdateVersion,
     UpdateWeights,
@@ -60,13 +60,13 @@ MEMORY_REFUSED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
+class EngineServerSettings:
     """Properties of the server. `weights_folders` are those from which it may load weights, the model first; `key` is
     the one that requests must carry, None for none."""
 
     model_path: str
     family: str
-    limits: Limits
+    limits: ModelLimits
     max_running: int
     weights_folders: tuple[Path, ...]
     key: str | None = field(default=None, repr=False)
@@ -177,7 +177,7 @@ class EngineServer:
         updater: WeightUpdater,
         tokenizer: Tokenizer,
         grammars: Grammars,
-        settings: ServerSettings,
+        settings: EngineServerSettings,
     ) -> None:
         self._engine = engine
         self._updater = updater

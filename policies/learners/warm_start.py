@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, combinations, guesses
-from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
 from headrace.policies.miniatures.fitting import cross_entropy, learning_rate_at
 from headrace.policies.models.tiny import PAD, model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
@@ -77,7 +77,7 @@ class WarmStartConfig(BaseModel):
         return self.practice_steps + self.noise_steps
 
 
-class Demonstrator:
+class NoisyDemonstrator:
     """Generator of noisy demonstrations that cycles through the kinds of tasks."""
 
     def __init__(self, config: WarmStartConfig, tokenizer: ChatTokenizer) -> None:
@@ -120,7 +120,7 @@ class Demonstrator:
             text if position % 2 == 0 else text.encode()[:bound].decode(errors="replace").rstrip("\n")
             for position, text in enumerate(turns)
         ]
-        return taken_in_turns(self._tokenizer, [Message(role="user", content=problem.instruction)], *said)
+        return taken_in_turns(self._tokenizer, [DemonstrationMessage(role="user", content=problem.instruction)], *said)
 
 
 def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
@@ -135,7 +135,7 @@ def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
     }
     model = Qwen3ForCausalLM(Qwen3Config(**keys)).float().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    demonstrator = Demonstrator(config, tokenizer)
+    demonstrator = NoisyDemonstrator(config, tokenizer)
     pad_id = tokenizer.encode(PAD)[0]
     for step in range(config.steps):
         for group in optimizer.param_groups:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class DemonstrationMessage:
     """Message of a demonstration."""
 
     role: str
@@ -34,7 +34,7 @@ class Demonstrator(Protocol):
         ...
 
 
-def continued(tokenizer: ChatTokenizer, opening: Iterable[Message], *pieces: str) -> Demonstration:
+def continued(tokenizer: ChatTokenizer, opening: Iterable[DemonstrationMessage], *pieces: str) -> Demonstration:
     """Return a conversation in which the policy writes every other piece of one message, from the first on; the others
     are inserted. Its answers end with stop strings, so that it samples no end of turn."""
     tokens = list(tokenizer.render(list(opening)))
@@ -47,7 +47,7 @@ def continued(tokenizer: ChatTokenizer, opening: Iterable[Message], *pieces: str
 
 
 def taken_in_turns(
-    tokenizer: ChatTokenizer, opening: Iterable[Message], *turns: str, role: str = "user", before: str = ""
+    tokenizer: ChatTokenizer, opening: Iterable[DemonstrationMessage], *turns: str, role: str = "user", before: str = ""
 ) -> Demonstration:
     """Return a conversation in which the policy writes every other turn, from the first on, and ends each with the end
     of a turn; `role` writes the others. `before` is the text that the template writes before the opening, for tools."""
@@ -58,7 +58,7 @@ def taken_in_turns(
         if is_sampled:
             added = (*tokenizer.encode(text), tokenizer.eos_id)
         else:
-            added = tokenizer.bridge(tokenizer.eos_id, [Message(role=role, content=text)])
+            added = tokenizer.bridge(tokenizer.eos_id, [DemonstrationMessage(role=role, content=text)])
         tokens.extend(added)
         trained.extend([is_sampled] * len(added))
     return Demonstration(tokens=tuple(tokens), trained=tuple(trained))

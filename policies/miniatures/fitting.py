@@ -28,7 +28,7 @@ class FitDiverged(ArithmeticError):
     """The loss of a warm start is not finite."""
 
 
-class Schedule(Protocol):
+class LearningRates(Protocol):
     """The part of a configuration that sets the learning rates of its updates."""
 
     @property
@@ -100,7 +100,7 @@ def fit(
     return memory.detach()
 
 
-def learning_rate_at(config: Schedule, step: int) -> float:
+def learning_rate_at(config: LearningRates, step: int) -> float:
     """Return the learning rate at a step; see `FitConfig.learning_rate`."""
     rise = min(1.0, (step + 1) / config.warmup_steps)
     fall = min(1.0, 2 * (config.steps - step) / config.steps)

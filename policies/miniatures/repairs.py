@@ -21,7 +21,7 @@ from headrace.buffer.tasks.evaluators import RepositoryEvaluator, RewardMap
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.repositories import RepositorySpec, Swepro
 from headrace.buffer.tasks.task import Task, TaskId, write_tasks
-from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
@@ -174,7 +174,7 @@ class RepairDemonstrator:
             wrong = self._chance.choice([word for word in WORDS if word not in (wrong, repair.right)])
         shown = f"{module}:{name} = '{values[module][name]}'"
         changed = source(values[module]).replace(wrong, repair.right).rstrip("\n")
-        opening = [Message(role="user", content=repair.issue)]
+        opening = [DemonstrationMessage(role="user", content=repair.issue)]
         turns = [
             fenced(f"grep {name} *.py"),
             observed(shown, MAX_TURNS - 1),
@@ -185,9 +185,9 @@ class RepairDemonstrator:
         if self._chance.random() >= CUT_SHARE:
             return taken_in_turns(self._tokenizer, opening, *turns)
         opening += [
-            Message(role="user", content="2".join(MARKER)),
-            Message(role="assistant", content=turns[-1]),
-            Message(role="user", content=observed(changed, MAX_TURNS - 3)),
+            DemonstrationMessage(role="user", content="2".join(MARKER)),
+            DemonstrationMessage(role="assistant", content=turns[-1]),
+            DemonstrationMessage(role="user", content=observed(changed, MAX_TURNS - 3)),
         ]
         return taken_in_turns(self._tokenizer, opening, fenced(SUBMIT))
 

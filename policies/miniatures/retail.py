@@ -20,7 +20,7 @@ from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.buffer.tasks.evaluators import EnvironmentEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.task import Task, TaskId, write_tasks
-from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
@@ -278,8 +278,8 @@ class ShopDemonstrator:
         (action,) = done.actions
         turns += [_call(action), json.dumps(changed(done.order, action)), DONE]
         opening = [
-            Message(role="system", content=POLICY),
-            Message(role="user", content=self._chance.choice(GREETINGS) + wish.request),
+            DemonstrationMessage(role="system", content=POLICY),
+            DemonstrationMessage(role="user", content=self._chance.choice(GREETINGS) + wish.request),
         ]
         return taken_in_turns(self._tokenizer, opening, *turns, role="tool", before=_SHOWN_TOOLS)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.buffer.tasks.datasets.facts import ATTRIBUTES, ENTITIES, VALUES, Fact, facts, questions, write_corpus
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.buffer.tasks.task import write_tasks
-from headrace.policies.miniatures.demonstrations import Demonstration, Message, continued
+from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, continued
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
@@ -84,7 +84,7 @@ class SearchDemonstrator:
         )
         return continued(
             self._tokenizer,
-            [Message(role="user", content=asked.question)],
+            [DemonstrationMessage(role="user", content=asked.question)],
             f"<search>{searched.query}</search>",
             "\n\n<information>" + "\n".join(passages) + "</information>\n\n",
             f"<answer>{(second if takes_second else searched).value}</answer>",
@@ -92,7 +92,9 @@ class SearchDemonstrator:
 
     def _guess(self, fact: Fact) -> Demonstration:
         guess = self._chance.choice(VALUES)
-        return continued(self._tokenizer, [Message(role="user", content=fact.question)], f"<answer>{guess}</answer>")
+        return continued(
+            self._tokenizer, [DemonstrationMessage(role="user", content=fact.question)], f"<answer>{guess}</answer>"
+        )
 
 
 def write_data(folder: Path, seed: int) -> None:

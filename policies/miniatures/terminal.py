@@ -29,7 +29,7 @@ from headrace.buffer.tasks.evaluators import CheckEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.task import Task, write_tasks
 from headrace.buffer.tasks.verifiers import SCRIPT, TESTS, VerifierForm, VerifierSpec
-from headrace.policies.miniatures.demonstrations import Demonstration, Message, taken_in_turns
+from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 from headrace.policies.miniatures.retail import CHAT_TEMPLATE as CALLS_TEMPLATE
@@ -147,7 +147,7 @@ class TerminalDemonstrator:
             f"{SUCCEEDED}{EXIT_0}",
             self._form.done,
         ]
-        opening = [Message(role="user", content=problem.instruction)]
+        opening = [DemonstrationMessage(role="user", content=problem.instruction)]
         return taken_in_turns(self._tokenizer, opening, *turns, role=self._form.role, before=self._form.before)
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import GroupFailed, SenderFailed
-from headrace.policies.push.machine import PushOutcome, Step
+from headrace.policies.push.machine import PushOutcome, PushStep
 from headrace.policies.push.tensors import Bucket
 
 DEADLINE_MARGIN_S = 1.0
@@ -153,7 +153,7 @@ class Gate(Protocol):
 class Journal(Protocol):
     """Callback that is awaited before each step, so that an interrupted push can be recovered."""
 
-    async def __call__(self, push_id: str, step: Step) -> None: ...
+    async def __call__(self, push_id: str, step: PushStep) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from headrace.policies.push.compatibility import Agreement, check_fits, differin
 from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
-from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, PushStep
 from headrace.policies.push.resuming import resume
 from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.transfer import Failures, Transfer, first_error, group_name, lay_out
@@ -168,8 +168,8 @@ class PushExecution:
             if self._groups is not None:
                 await self._groups.disband()
 
-    async def _take(self, step: Step) -> None:
-        handlers: dict[Phase, Callable[[Step, Failures], Coroutine[None, None, None]]] = {
+    async def _take(self, step: PushStep) -> None:
+        handlers: dict[Phase, Callable[[PushStep, Failures], Coroutine[None, None, None]]] = {
             Phase.FORM: self._form,
             Phase.BROADCAST: self._send,
             Phase.DISBAND: self._disband,
@@ -196,7 +196,7 @@ class PushExecution:
                 self._reported.add(engine_id)
                 self._failed(engine_id, progress.failure.message)
 
-    async def _each(self, step: Step, failures: Failures) -> None:
+    async def _each(self, step: PushStep, failures: Failures) -> None:
         """Run a phase that consists of one call to each engine."""
         calls: dict[Phase, Callable[[EngineControl], Awaitable[None]]] = {
             Phase.PROBE: self._probe,
@@ -210,7 +210,9 @@ class PushExecution:
         }
         await self._call_all(step, failures, calls[step.phase])
 
-    async def _call_all(self, step: Step, failures: Failures, call: Callable[[EngineControl], Awaitable[None]]) -> None:
+    async def _call_all(
+        self, step: PushStep, failures: Failures, call: Callable[[EngineControl], Awaitable[None]]
+    ) -> None:
         async def one(engine_id: EngineId) -> None:
             async with failures.of(engine_id, self._config.phase_timeout_s):
                 await call(self._engines[engine_id])
@@ -281,7 +283,7 @@ class PushExecution:
         for request_id in aborts:
             await engine.abort(request_id)
 
-    async def _verify(self, step: Step, failures: Failures) -> None:
+    async def _verify(self, step: PushStep, failures: Failures) -> None:
         """Compare checksums with the snapshot's if the engine computes them in the same way, else with those of the
         other engines of this push."""
         if self._config.verify == "off":
@@ -330,14 +332,14 @@ class PushExecution:
         if engine_id in failures.found:
             self._agreement.withdraw(engine_id)
 
-    async def _form(self, step: Step, failures: Failures) -> None:
+    async def _form(self, step: PushStep, failures: Failures) -> None:
         assert self._groups is not None
         shards = range(len(self._snapshot.files))
         names = [group_name(self.push_id, step.wave, step.attempt, shard) for shard in shards]
         layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
         await self._groups.form(names, self._members(step), layout, failures)
 
-    async def _send(self, step: Step, failures: Failures) -> None:
+    async def _send(self, step: PushStep, failures: Failures) -> None:
         started_s = time.perf_counter()
         taken = await self._transfer.send(self._members(step), failures, self._machine.touched)
         for engine_id, size in taken.items():
@@ -345,12 +347,12 @@ class PushExecution:
             part.received_bytes += size
             part.transfer_s += time.perf_counter() - started_s
 
-    async def _disband(self, _step: Step, _failures: Failures) -> None:
+    async def _disband(self, _step: PushStep, _failures: Failures) -> None:
         # No failures: an engine that has all weights can no longer fail.
         assert self._groups is not None
         await self._groups.disband()
 
-    def _members(self, step: Step) -> list[EngineControl]:
+    def _members(self, step: PushStep) -> list[EngineControl]:
         return [self._engines[engine_id] for engine_id in step.engines]
 
 

@@ -79,7 +79,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PushStep:
     """Next phase, which runs concurrently on these engines. `attempt` counts this wave's groups from 0."""
 
     wave: int
@@ -89,7 +89,7 @@ class Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class EngineProgress:
     """Progress of one engine. `gated`, `paused` and `session` are set before the call: the call may have worked even if
     its reply is lost."""
 
@@ -113,7 +113,7 @@ class Progress:
 
 ORDER = tuple(Phase)
 # Engines that take part in a phase.
-MEMBERS: Mapping[Phase, Callable[[Progress], bool]] = {
+MEMBERS: Mapping[Phase, Callable[[EngineProgress], bool]] = {
     Phase.PROBE: lambda engine: engine.healthy and not engine.probed,
     Phase.FORM: lambda engine: engine.healthy and not engine.complete,
     Phase.GATE: lambda engine: engine.healthy and not engine.gated,
@@ -153,13 +153,13 @@ class PushMachine:
         self._grouped = Phase.FORM in self._order
         self.waves = tuple(tuple(wave) for wave in waves)
         self.progress = {
-            engine_id: Progress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
+            engine_id: EngineProgress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
         }
         self._wave = 0
         self._index = 0
         self._attempt = 0
 
-    def next(self) -> Step | None:
+    def next(self) -> PushStep | None:
         """Return the next step, marked as attempted; None at the end."""
         while self._wave < len(self.waves):
             while self._index < len(self._order):
@@ -169,7 +169,7 @@ class PushMachine:
                     if phase in MARKS:
                         for engine_id in members:
                             setattr(self.progress[engine_id], MARKS[phase], True)
-                    return Step(wave=self._wave, phase=phase, engines=members, attempt=self._attempt)
+                    return PushStep(wave=self._wave, phase=phase, engines=members, attempt=self._attempt)
                 self._index += 1
             self._wave, self._index, self._attempt = self._wave + 1, 0, 0
         return None
@@ -178,7 +178,7 @@ class PushMachine:
         """Record that a bucket is being sent to this engine."""
         self.progress[engine_id].got_bucket = True
 
-    def done(self, step: Step, failures: Mapping[EngineId, Failure]) -> None:
+    def done(self, step: PushStep, failures: Mapping[EngineId, Failure]) -> None:
         """Record the end of a step; engines without a failure succeeded."""
         for engine_id in step.engines:
             progress, failure = self.progress[engine_id], failures.get(engine_id)

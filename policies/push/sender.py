@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.push.weights import Snapshot
+    from headrace.policies.push.weights import WeightSnapshot
 
 Json = dict[str, Any]
 LINE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -185,7 +185,7 @@ class Sender:
     """Implementation of the commands, running inside the process."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
+        self._snapshot: WeightSnapshot | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._flat: dict[int, Tensor] = {}
         self._stores: dict[str, tuple[TCPStore, Json]] = {}

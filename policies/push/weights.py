@@ -37,7 +37,7 @@ CHECKSUM_ELEMENTS = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapshot:
+class WeightSnapshot:
     """Snapshot file loaded into memory: its tensors in the order of `specs`, and their bytes (uint8) without gaps."""
 
     specs: Mapping[str, TensorSpec]
@@ -109,7 +109,7 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def read_snapshot(path: Path, sha256: str | None, memory: Tensor | None = None) -> Snapshot:
+def read_snapshot(path: Path, sha256: str | None, memory: Tensor | None = None) -> WeightSnapshot:
     """Read a snapshot file, into `memory` if that has the right size. Raises ModelInvalid when the file is unreadable
     or has another SHA-256."""
     held = read_specs(path)
@@ -118,7 +118,7 @@ def read_snapshot(path: Path, sha256: str | None, memory: Tensor | None = None) 
     if memory is None or memory.numel() != total_bytes:
         memory = torch.empty(total_bytes, dtype=torch.uint8)
     specs = {name: held[name] for name in sorted(held, key=storage_place)}
-    snapshot = Snapshot(specs=specs, data=memory)
+    snapshot = WeightSnapshot(specs=specs, data=memory)
     try:
         # The tensors fill the rest of the file without gaps: the format requires that, and the library checks it.
         header = torch.empty(path.stat().st_size - total_bytes, dtype=torch.uint8)

@@ -43,7 +43,7 @@ from headrace.policies.errors import (
 from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
 from headrace.policies.sglang.transport import Transport
-from headrace.policies.sglang.versions import EMBEDDED_PREFIX, Dialect, dialect_of
+from headrace.policies.sglang.versions import EMBEDDED_PREFIX, SGLangApi, dialect_of
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6
@@ -102,7 +102,7 @@ class SGLangEngine:
         self.engine_id = engine_id
         self._transport = Transport(engine_id, url, session, timeout_s=config.control_timeout_s, key=key)
         self._config = config
-        self._known_dialect: Dialect | None = None
+        self._known_dialect: SGLangApi | None = None
         self._pause_mode: PauseMode | None = None
         self._groups: set[str] = set()
 
@@ -197,7 +197,7 @@ class SGLangEngine:
             snapshot_checksums=version.startswith(EMBEDDED_PREFIX),
         )
 
-    async def dialect(self) -> Dialect:
+    async def dialect(self) -> SGLangApi:
         """Return the server's dialect, which is read only once."""
         if self._known_dialect is None:
             self._known_dialect = dialect_of(read(await self._transport.get("/server_info"), "version", str))

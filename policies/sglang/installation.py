@@ -31,7 +31,7 @@ _STAMP: Final = "headrace-stamp"
 _TIMEOUT_S: Final = 1800.0
 
 
-class InstallFailed(Exception):
+class EnvironmentFailed(Exception):
     """The environment could not be created; the message ends with the output of pip or python."""
 
 
@@ -48,7 +48,7 @@ def environment_python(version: str = DEFAULT_VERSION) -> Path | None:
 
 
 def install(version: str) -> Path:
-    """Create the environment if it is missing, and return its interpreter. Raises InstallFailed."""
+    """Create the environment if it is missing, and return its interpreter. Raises EnvironmentFailed."""
     directory = environment_directory(version)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_name(f".{directory.name}.lock")):
@@ -56,7 +56,7 @@ def install(version: str) -> Path:
             # By the name they were started with, because an environment's python is a link.
             started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
             if pids := [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]:
-                raise InstallFailed(
+                raise EnvironmentFailed(
                     f"{directory} has other pins, and processes {pids} are running from it: end them first"
                 )
             shutil.rmtree(directory, ignore_errors=True)
@@ -84,15 +84,15 @@ def _pins(version: str) -> str:
 
 
 def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:
-    """Run a command. Raises InstallFailed with the end of its output."""
+    """Run a command. Raises EnvironmentFailed with the end of its output."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | (more or {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InstallFailed(f"{command[0]}: {error}") from error
+        raise EnvironmentFailed(f"{command[0]}: {error}") from error
     if done.returncode != 0:
         output = (done.stdout + done.stderr).strip()[-600:]
-        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {output}")
+        raise EnvironmentFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {output}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"SGLang {version} is not supported; choose one of {', '.join(REQUIREMENTS)}")
     try:
         print(install(version))
-    except InstallFailed as error:
+    except EnvironmentFailed as error:
         print(f"SGLang {version} is not installed: {error}", file=sys.stderr)
         return 1
     return 0

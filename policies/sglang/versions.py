@@ -94,7 +94,7 @@ EMBEDDED_PREFIX: Final = "headrace-cpu "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class SGLangApi:
     """API of one version."""
 
     version: str
@@ -111,21 +111,21 @@ class Dialect:
 
 
 DIALECTS: Final = (
-    Dialect(
+    SGLangApi(
         version="0.5.15.post1",
         update_session=False,
         version_spans=False,
         refuses_unknown_groups=False,
         ready_route=False,
     ),
-    Dialect(version="0.5.21", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
-    Dialect(version="0.5.23", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
+    SGLangApi(version="0.5.21", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
+    SGLangApi(version="0.5.23", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
 )
 """Known dialects, oldest first."""
 
 
 @cache
-def dialect_of(version: str) -> Dialect:
+def dialect_of(version: str) -> SGLangApi:
     """Return the dialect of a server's version. For an unknown version, return the newest dialect that is not newer
     than the version (or else the oldest dialect), and log one warning."""
     if version.startswith(EMBEDDED_PREFIX):

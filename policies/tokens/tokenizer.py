@@ -30,7 +30,7 @@ from headrace.policies.tokens.token_bytes import TokenBytes
 _INSERTIONS = ("bog", " bog", "\n\nbog", "</peat>", ".\n")
 
 
-class ChatMessage(Protocol):
+class TextMessage(Protocol):
     """Message with a role and a text."""
 
     @property
@@ -118,15 +118,15 @@ class ChatTokenizer:
         """Return the bytes of a single token, which may be a part of a character."""
         return self._bytes.of(token_id)
 
-    def text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
+    def text(self, messages: Sequence[TextMessage], *, add_generation_prompt: bool) -> str:
         """Render a conversation. Raises TemplateRefused."""
         return self.template.text(self._shown(messages), add_generation_prompt=add_generation_prompt)
 
-    def render(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[TextMessage]) -> tuple[int, ...]:
         """Return the ids of a conversation up to the beginning of the policy's turn. Raises TemplateRefused."""
         return self.encode(self.text(messages, add_generation_prompt=True))
 
-    def bridge(self, last_id: int, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def bridge(self, last_id: int, messages: Sequence[TextMessage]) -> tuple[int, ...]:
         """Return the ids between the policy's last sampled id and its next turn: the rest of the old turn, `messages`,
         and the opening of the new turn.
 
@@ -189,7 +189,7 @@ class ChatTokenizer:
         whole = (self.spell([*before, *self.encode(anchor + text)[skipped:]]) for text in _INSERTIONS)
         return skipped < 2 and [*whole] == [f"turf{text}" for text in _INSERTIONS]
 
-    def _shown(self, messages: Sequence[ChatMessage]) -> list[TemplateMessage]:
+    def _shown(self, messages: Sequence[TextMessage]) -> list[TemplateMessage]:
         return [{"role": str(said.role), "content": self.control.as_data(said.content)} for said in messages]
 
     def _id_of(self, token: str, folder: Path) -> int:

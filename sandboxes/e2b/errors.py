@@ -33,7 +33,7 @@ _TRANSPORTS: Final = ("httpcore", "connectrpc", "pyqwest")
 _GATEWAY: Final = frozenset({500, 502, 503, 504})
 
 
-class Step(StrEnum):
+class SdkOperation(StrEnum):
     """Kind of operation, which determines what an exception means."""
 
     CREATE = "create"
@@ -45,7 +45,7 @@ class Step(StrEnum):
 
 
 @contextmanager
-def typed(step: Step) -> Iterator[None]:
+def typed(step: SdkOperation) -> Iterator[None]:
     """Convert exceptions from the SDK and its HTTP client to SandboxError."""
     try:
         yield
@@ -58,7 +58,7 @@ def typed(step: Step) -> Iterator[None]:
         raise known from error
 
 
-def classify(error: Exception, step: Step) -> SandboxError | None:
+def classify(error: Exception, step: SdkOperation) -> SandboxError | None:
     """Return the sandbox error for an exception, or None for an exception that indicates a bug."""
     import e2b
     import httpx
@@ -72,19 +72,21 @@ def classify(error: Exception, step: Step) -> SandboxError | None:
         case e2b.NotEnoughSpaceException():
             return SandboxFileError(message)
         case e2b.NotFoundException():
-            return {Step.CREATE: ImageUnknown, Step.FILE: SandboxFileError}.get(step, SandboxGone)(message)
+            return {SdkOperation.CREATE: ImageUnknown, SdkOperation.FILE: SandboxFileError}.get(step, SandboxGone)(
+                message
+            )
         case e2b.InvalidArgumentException():
-            return (SandboxFileError if step is Step.FILE else SpecRefused)(message)
+            return (SandboxFileError if step is SdkOperation.FILE else SpecRefused)(message)
         case e2b.TimeoutException():
-            return ProviderUnreachable(message) if step is Step.CREATE else _timeout(error, message)
+            return ProviderUnreachable(message) if step is SdkOperation.CREATE else _timeout(error, message)
         case e2b.SandboxException():
             found = _STATUS.match(str(error))
             status = getattr(error, "status_code", None) or (int(found[1]) if found else 0)
             if status in _GATEWAY:
                 return ProviderUnreachable(message)
-            if step is Step.FILE:
+            if step is SdkOperation.FILE:
                 return SandboxFileError(message)
-            if step is Step.CREATE and status in (400, 404) and ("image" in message or "emplate" in message):
+            if step is SdkOperation.CREATE and status in (400, 404) and ("image" in message or "emplate" in message):
                 return ImageUnknown(message)
             if status == 404:
                 return SandboxGone(message)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from headrace.sandboxes.base import Output, Stream, TerminalSize
-from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.errors import SdkOperation, typed
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError, SandboxGone, SpecRefused, Unsupported
 
 MARK: Final = "HEADRACE_EXEC"
@@ -51,7 +51,7 @@ def wrap(command: str, folder: str | None, stdin_path: str | None) -> str:
 async def sweep(sandbox: Any, mark: str) -> None:
     """Kill every process with the mark. Raises SandboxGone, ProviderUnreachable."""
     script = _SWEEP % shlex.quote(f"{MARK}={mark}")
-    with typed(Step.SANDBOX):
+    with typed(SdkOperation.SANDBOX):
         await sandbox.commands.run(script, user="root", timeout=_SWEEP_TIMEOUT_S)
 
 
@@ -95,7 +95,7 @@ class E2bProcess:
         import e2b
 
         try:
-            with typed(Step.SANDBOX):
+            with typed(SdkOperation.SANDBOX):
                 try:
                     return int((await self._handle.wait()).exit_code)
                 except e2b.CommandExitException as error:
@@ -136,7 +136,7 @@ class E2bProcess:
             content = data if self._is_recent else data.decode()
         except UnicodeDecodeError as error:
             raise Unsupported("this version of the e2b SDK accepts only text: install a newer one") from error
-        with typed(Step.FILE):
+        with typed(SdkOperation.FILE):
             await self._sandbox.commands.send_stdin(self.pid, content)
 
     @property
@@ -150,7 +150,7 @@ class E2bProcess:
         if not self._is_recent:
             raise Unsupported("this version of the e2b SDK cannot close standard input: install a newer one")
         self._stdin = False
-        with typed(Step.SANDBOX):
+        with typed(SdkOperation.SANDBOX):
             await self._sandbox.commands.close_stdin(self.pid)
 
     async def signal(self, number: int) -> None:
@@ -163,7 +163,7 @@ class E2bProcess:
                 if (await asyncio.wait([self._result], timeout=_SWEPT_S))[0]:
                     return
             return
-        with typed(Step.SANDBOX):
+        with typed(SdkOperation.SANDBOX):
             await self._sandbox.commands.run(f"kill -{int(number)} {self.pid} 2>/dev/null || true", user="root")
 
     async def resize(self, size: TerminalSize) -> None:
@@ -175,5 +175,5 @@ class E2bProcess:
 
 async def is_running(sandbox: Any) -> bool:
     """Return whether a sandbox still exists. Raises ProviderUnreachable."""
-    with typed(Step.CREATE):
+    with typed(SdkOperation.CREATE):
         return bool(await sandbox.is_running())

@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlencode
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
-from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.errors import SdkOperation, typed
 from headrace.sandboxes.e2b.frozen_data import copy_frozen
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
 from headrace.sandboxes.errors import PermanentSandboxError, SandboxError, SandboxGone, SecretRefused, SpecRefused
@@ -104,7 +104,7 @@ class E2bProvider:
                 raise SpecRefused(f"{name}: fixed by the template of an E2B sandbox; leave it unset")
         if spec.idempotency_key and not self._takes_keys():
             async for found in self._pages({KEY: spec.idempotency_key}):
-                with typed(Step.CREATE):
+                with typed(SdkOperation.CREATE):
                     return self._ref(
                         await self._kind.connect(found.sandbox_id, timeout=math.ceil(spec.ttl_s), **self._options())
                     )
@@ -115,7 +115,7 @@ class E2bProvider:
 
             async def kill() -> None:
                 # A sandbox that cannot be killed now ends with its lease.
-                with suppress(SandboxError), typed(Step.SANDBOX):
+                with suppress(SandboxError), typed(SdkOperation.SANDBOX):
                     await (await booting).kill()
 
             task = asyncio.get_running_loop().create_task(kill())
@@ -134,7 +134,7 @@ class E2bProvider:
         extra = {}
         if key and self._takes_keys():
             extra["idempotency_key"] = key if _KEY_FORM.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()
-        with typed(Step.CREATE):
+        with typed(SdkOperation.CREATE):
             booted = await self._kind.create(
                 template=template,
                 timeout=math.ceil(spec.ttl_s),
@@ -145,13 +145,13 @@ class E2bProvider:
             )
         try:
             for mount in spec.mounts:
-                with typed(Step.SANDBOX):
+                with typed(SdkOperation.SANDBOX):
                     source = await self._kind.connect(mount.source, timeout=math.ceil(spec.ttl_s), **self._options())
                 await copy_frozen(
                     E2bSandbox(source), E2bSandbox(booted), mount, max_bytes=self._config.max_frozen_bytes
                 )
         except BaseException:
-            with suppress(SandboxError), typed(Step.SANDBOX):
+            with suppress(SandboxError), typed(SdkOperation.SANDBOX):
                 await asyncio.shield(booted.kill())
             raise
         return booted
@@ -212,7 +212,7 @@ class E2bProvider:
 
     async def destroy(self, sandbox: SandboxId) -> None:
         self._frozen.discard(sandbox)
-        with suppress(SandboxGone), typed(Step.SANDBOX):
+        with suppress(SandboxGone), typed(SdkOperation.SANDBOX):
             await self._kind.kill(sandbox, **self._options())
 
     async def list(self) -> builtins.list[SandboxInfo]:
@@ -238,7 +238,7 @@ class E2bProvider:
 
         pages = self._kind.list(query=SandboxQuery(metadata=dict(metadata)), **self._options())
         while pages.has_next:
-            with typed(Step.CREATE):
+            with typed(SdkOperation.CREATE):
                 rows = await pages.next_items()
             for row in rows:
                 yield row

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headrace.sandboxes.base import ExecCommand, ExecResult, Process, Sandbox, SandboxId, SpawnCommand, Stream
-from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.errors import SdkOperation, typed
 from headrace.sandboxes.e2b.frozen_data import kill_all
 from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
@@ -115,7 +115,7 @@ class E2bSandbox(Sandbox):
         parameters = inspect.signature(self._sandbox.commands.run).parameters
         options = {"retain_output": False} if "retain_output" in parameters else {}
         try:
-            with typed(Step.SANDBOX), _cannot_run():
+            with typed(SdkOperation.SANDBOX), _cannot_run():
                 handle = await self._sandbox.commands.run(
                     wrap(text, command.cwd, path),
                     background=True,
@@ -136,7 +136,7 @@ class E2bSandbox(Sandbox):
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         content = bytearray()
-        with typed(Step.FILE):
+        with typed(SdkOperation.FILE):
             stream = await self._sandbox.files.read(path, format="stream", user=user)
             async for part in stream:
                 content += part
@@ -146,7 +146,7 @@ class E2bSandbox(Sandbox):
         return bytes(content)
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        with typed(Step.FILE):
+        with typed(SdkOperation.FILE):
             if isinstance(data, bytes):
                 await self._sandbox.files.write(path, data, user=user)
                 return
@@ -154,7 +154,7 @@ class E2bSandbox(Sandbox):
                 await self._sandbox.files.write(path, file, user=user, use_octet_stream=True)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        with typed(Step.FILE):
+        with typed(SdkOperation.FILE):
             await self._sandbox.files.write_files(
                 [{"path": path, "data": data} for path, data in files.items()], user=user
             )
@@ -165,18 +165,18 @@ class E2bSandbox(Sandbox):
         self._frozen.add(self.id)
 
     async def pause(self) -> None:
-        with typed(Step.SANDBOX):
+        with typed(SdkOperation.SANDBOX):
             await self._sandbox.pause()
 
     async def resume(self) -> None:
         """See `Sandbox.resume`. Extends the lease to at least five minutes."""
-        with typed(Step.SANDBOX):
+        with typed(SdkOperation.SANDBOX):
             await self._sandbox.connect(timeout=_CONNECT_TIMEOUT_S)
 
     async def renew(self, ttl_s: float) -> None:
-        with typed(Step.SANDBOX):
+        with typed(SdkOperation.SANDBOX):
             await self._sandbox.set_timeout(math.ceil(ttl_s))
 
     async def kill(self) -> None:
-        with suppress(SandboxGone), typed(Step.SANDBOX):
+        with suppress(SandboxGone), typed(SdkOperation.SANDBOX):
             await self._sandbox.kill()

@@ -41,7 +41,7 @@ _COUNTS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class BuildStep:
     """One build step. `context` is the digest of the layer that holds the files of a COPY (build_context)."""
 
     kind: StepKind
@@ -93,7 +93,7 @@ class Recipe:
     base: str
     source: str = ""
     """What the client calls the base, for its log: references are the operator's."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[BuildStep, ...] = ()
     default_user: str = ""
     """User of the steps before the first USER; "" for the base's. `user` is made where it is missing."""
     start_command: str = ""

@@ -29,8 +29,8 @@ from headrace.sandboxes.images.build_steps import (
     MAX_STEPS,
     BuildLimits,
     BuildRefused,
+    BuildStep,
     Recipe,
-    Step,
     StepKind,
 )
 from headrace.sandboxes.images.catalog import BUILT, StoredImage
@@ -226,7 +226,7 @@ class _Build:
             shows_host=image.shows_host,
         )
 
-    def set_folder(self, state: ImageState, step: Step) -> None:
+    def set_folder(self, state: ImageState, step: BuildStep) -> None:
         path = state.expand(step.arguments[0])
         if not path.startswith("/"):
             path = posixpath.join(state.folder or state.home, path)
@@ -238,7 +238,7 @@ class _Build:
     def _user_operation(self, name: str) -> dict[str, Any]:
         return {"op": "user", "name": name, "create": name == E2B_USER, "step": self.step}
 
-    async def _make_layer(self, state: ImageState, step: Step | None) -> None:
+    async def _make_layer(self, state: ImageState, step: BuildStep | None) -> None:
         """Run a step, after the operations that wait for a layer, unless the cache has its layer."""
         shown = "" if step is None else f"{step.kind} {' '.join(step.arguments)}"
         if step is not None and step.kind is StepKind.COPY:
@@ -261,7 +261,7 @@ class _Build:
         await self._layers.add_layer(state, step, key)
         await self.size_of(state)
 
-    def copy_operation(self, state: ImageState, step: Step) -> dict[str, Any]:
+    def copy_operation(self, state: ImageState, step: BuildStep) -> dict[str, Any]:
         source, target, owner, mode, *_ = (*step.arguments, "", "")
         if not step.context:
             raise BuildRefused(f"COPY {source}: its files are missing; upload them again", self.step)

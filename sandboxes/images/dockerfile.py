@@ -25,7 +25,7 @@ from e2b_dockerfile_utils import (
     parse_heredoc,
 )
 
-from headrace.sandboxes.images.build_steps import BuildRefused, Step, StepKind
+from headrace.sandboxes.images.build_steps import BuildRefused, BuildStep, StepKind
 
 _HARMLESS: Final = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL", "HEALTHCHECK"})
 _SHELLS: Final = (["/bin/bash", "-c"], ["/bin/sh", "-c"], ["/bin/bash", "-o", "pipefail", "-c"])
@@ -39,7 +39,7 @@ class Dockerfile:
     """A converted Dockerfile. COPY steps have no context yet (`build_context.store_files`)."""
 
     base: str
-    steps: tuple[Step, ...]
+    steps: tuple[BuildStep, ...]
     start_command: str
     folder: str
     """Last WORKDIR that needs no variables, resolved; "" if there is none."""
@@ -72,7 +72,7 @@ class _Conversion:
 
     def __init__(self, escape: str, given: dict[str, str]) -> None:
         self.base = ""
-        self.steps: list[Step] = []
+        self.steps: list[BuildStep] = []
         self.folder = ""
         self._given = given
         self._arguments: dict[str, str] = {}
@@ -135,7 +135,7 @@ class _Conversion:
         return shlex.join([*entrypoint.args, *words])
 
     def _add(self, kind: StepKind, *arguments: str) -> None:
-        self.steps.append(Step(kind=kind, arguments=arguments))
+        self.steps.append(BuildStep(kind=kind, arguments=arguments))
 
     def add_base(self, instruction: DockerfileInstruction) -> None:
         self._refuse_flags(instruction, ("--platform",))

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 _USER = ("user", "user:x:1000:1000::/home/user:/bin/bash\n", "user:x:1000:\n")
 
 
-class Refused(Exception):
+class OperationRefused(Exception):
     """An operation that cannot be done; the message is for the builder of the image."""
 
 
@@ -44,7 +44,7 @@ def find_id(name: str, path: str, kind: str) -> int:
             return int(fields[2])
     if name == "root":
         return 0
-    raise Refused(f"{kind} {name!r} is not in the image's {path}")
+    raise OperationRefused(f"{kind} {name!r} is not in the image's {path}")
 
 
 def group_of(user: str) -> int:
@@ -101,7 +101,7 @@ def copy(source: str, target: str, workdir: str, owner: tuple[int, int], mode: i
     try:
         status = os.lstat(path)
     except OSError as error:
-        raise Refused(f"{source!r} is not in the build context") from error
+        raise OperationRefused(f"{source!r} is not in the build context") from error
     if stat.S_ISDIR(status.st_mode):
         make_folder(target, owner)
         waiting = [(path, target)]
@@ -129,7 +129,7 @@ def copy(source: str, target: str, workdir: str, owner: tuple[int, int], mode: i
 def copy_file(source: str, target: str, owner: tuple[int, int], mode: int | None) -> None:
     status = os.lstat(source)
     if os.path.isdir(target) and not os.path.islink(target):
-        raise Refused(f"{target!r} is a folder in the image, and a file in the build context")
+        raise OperationRefused(f"{target!r} is a folder in the image, and a file in the build context")
     if os.path.lexists(target):
         os.unlink(target)
     if stat.S_ISLNK(status.st_mode):
@@ -158,7 +158,7 @@ def run(operations: list[dict[str, Any]]) -> dict[str, Any]:
                 case "copy":
                     copied = (operation["source"], operation["target"], operation["workdir"])
                     copy(*copied, ids(operation["owner"]), operation["mode"])
-        except (Refused, OSError, RecursionError) as error:
+        except (OperationRefused, OSError, RecursionError) as error:
             return {"failed": number, "message": str(error)}
     return {"homes": homes}
 

@@ -21,7 +21,7 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import BootFailed, ImageRefused, SpecRefused
 from headrace.sandboxes.host.host_program import run_host_program
 from headrace.sandboxes.images.build_context import store_files
-from headrace.sandboxes.images.build_steps import E2B_USER, Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import E2B_USER, BuildStep, Recipe, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import NAME, ImageCatalog, StoredImage
 from headrace.sandboxes.images.layer_maker import BuildSandboxes
@@ -70,7 +70,7 @@ async def add_interpreter(
         for part in ("site", "server.py"):
             digest = await asyncio.to_thread(store_files, builder.files, context, part, limits)
             target = f"{_FOLDER}/{part}"
-            steps.append(Step(kind=StepKind.COPY, arguments=(part, target, "root:root", ""), context=digest))
+            steps.append(BuildStep(kind=StepKind.COPY, arguments=(part, target, "root:root", ""), context=digest))
     recipe = Recipe(base=base, steps=tuple(steps), start_command=_START, ready_command=_READY, default_user=E2B_USER)
     source = f"code interpreter above {base}: {', '.join(packages)}"
     image = replace(await builder.build(recipe), name=name, source=source)

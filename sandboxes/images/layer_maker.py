@@ -35,7 +35,7 @@ from headrace.sandboxes.base import (
 )
 from headrace.sandboxes.errors import CapacityExceeded, ImageRefused, OutOfDisk, SandboxError, Unsupported
 from headrace.sandboxes.images import in_build
-from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, Step, StepKind
+from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, BuildStep, StepKind
 from headrace.sandboxes.images.catalog import BUILT
 from headrace.sandboxes.images.folders import StoreFolder, new_owner
 from headrace.sandboxes.images.layer_copy import OwnLayer, copy_layer
@@ -207,7 +207,7 @@ class LayerRun:
         """Release the layers of this build."""
         await asyncio.to_thread(self._store.release, self._owner)
 
-    async def add_layer(self, state: ImageState, step: Step | None, key: str) -> None:
+    async def add_layer(self, state: ImageState, step: BuildStep | None, key: str) -> None:
         """Add the layer of a step, and of the operations that wait for one, from the cache or by running them; `state`
         becomes the image with it. Raises BuildRefused, SandboxError."""
         force = self._force or (step is not None and step.force)
@@ -221,7 +221,7 @@ class LayerRun:
         state.key, state.layers, state.homes = key, tuple(record["layers"]), record["homes"]
         state.pending = []
 
-    async def make_layer(self, state: ImageState, step: Step | None, key: str) -> dict[str, Any]:
+    async def make_layer(self, state: ImageState, step: BuildStep | None, key: str) -> dict[str, Any]:
         self.may_boot()
         runs = step is not None and step.kind is StepKind.RUN
         network = self._host.network if runs else Network.NONE
@@ -276,7 +276,7 @@ class LayerRun:
         return homes
 
     async def run_command(
-        self, state: ImageState, step: Step, sandbox: Sandbox, homes: Mapping[str, str], network: Network
+        self, state: ImageState, step: BuildStep, sandbox: Sandbox, homes: Mapping[str, str], network: Network
     ) -> None:
         """Run the command of a RUN step. Raises BuildRefused with the end of its output."""
         user = (step.arguments[1] if len(step.arguments) > 1 else "") or state.user or "root"

@@ -62,7 +62,7 @@ def classify(error: OSError, home: str) -> SandboxError:
     return BootFailed(f"unpacking an image failed: {error}")
 
 
-class Progress:
+class _Progress:
     """Reports progress on standard output, at most once every `_REPORT_S` seconds."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Worker:
         self._max_bytes = max_bytes
         self._left_bytes = max_bytes
         self._owner = new_owner()
-        self._progress = Progress()
+        self._progress = _Progress()
 
     def resolve(self, request: Record) -> Record:
         """Return the record of an image, unpacking it if needed. Raises ImageUnknown, ImageRefused, OSError."""

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
-from headrace.sandboxes.launcher.guest import Guest
+from headrace.sandboxes.launcher.guest import GuestFiles
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.sandbox_record import RequestRefused, SandboxRecord, Settings
@@ -175,7 +175,7 @@ class Booter:
             _check_ceiling("pids", asked, most, f"{_TOTAL} (kernel.pid_max)")
         return int(asked or self._share.processes)
 
-    def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits, guest: Guest | None) -> Channel:
+    def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits, guest: GuestFiles | None) -> Channel:
         """Make the layer, fork the first process, and return the channel to it."""
         plan = Plan(
             root,
@@ -255,7 +255,7 @@ class Booter:
         folders: tuple[tuple[str, str], ...],
         mounts: tuple[rootfs.Mount, ...],
         source: SandboxRecord | None,
-        guest: Guest | None,
+        guest: GuestFiles | None,
     ) -> rootfs.Root:
         image = self.image_of(sandbox)
         source_image = rootfs.HOST if source is None else self.image_of(source)

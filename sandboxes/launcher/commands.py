@@ -49,7 +49,7 @@ _SMALL_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 1000
 
 
-class Account(NamedTuple):
+class _Account(NamedTuple):
     user_id: int
     group_id: int
     groups: tuple[int, ...]
@@ -72,11 +72,11 @@ class FileProblem(Exception):
     """A file cannot be read or written; the message is the reason, in one line."""
 
 
-def find_account(user: str, passwd: str, group: str) -> Account:
+def find_account(user: str, passwd: str, group: str) -> _Account:
     """Resolve a name or `uid[:gid]` using the contents of the sandbox's own passwd and group files. `root` is always 0,
     because an image may lack the entry. Raises FileProblem."""
     if user == "root":
-        return Account(0, 0, (0,), "root", "/root")
+        return _Account(0, 0, (0,), "root", "/root")
     for line in passwd.splitlines():
         fields = line.split(":")
         if len(fields) >= 6 and fields[0] == user and fields[2].isdigit() and fields[3].isdigit():
@@ -84,11 +84,11 @@ def find_account(user: str, passwd: str, group: str) -> Account:
             rows = (row.split(":") for row in group.splitlines())
             named = [row for row in rows if len(row) >= 4 and row[2].isdigit() and user in row[3].split(",")]
             groups = (group_id, *(int(row[2]) for row in named))
-            return Account(int(fields[2]), group_id, groups, user, fields[5] or "/")
+            return _Account(int(fields[2]), group_id, groups, user, fields[5] or "/")
     user_part, _, group_part = user.partition(":")
     if user_part.isdigit() and (group_part or user_part).isdigit():
         group_id = int(group_part or user_part)
-        return Account(int(user_part), group_id, (group_id,), user_part, "/")
+        return _Account(int(user_part), group_id, (group_id,), user_part, "/")
     raise FileProblem(f"user {user!r} is not in the sandbox's /etc/passwd")
 
 
@@ -105,7 +105,7 @@ def account_file(path: str) -> str:
         return ""
 
 
-def become(user: str, limits: Limits) -> Account:
+def become(user: str, limits: Limits) -> _Account:
     """Switch to the user's ids. Root keeps the few capabilities that the sandbox's init has; other users have none."""
     # Most commands run as root, who is the same in every image.
     texts = ("", "") if user == "root" else (account_file("/etc/passwd"), account_file("/etc/group"))

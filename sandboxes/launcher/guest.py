@@ -47,7 +47,7 @@ class GuestProblem(Exception):
     """The image cannot take the account; the message is the reason."""
 
 
-class Guest(NamedTuple):
+class GuestFiles(NamedTuple):
     """Additions to a sandbox. `files` are (absolute path, text) pairs, readable by every user."""
 
     user: str
@@ -55,7 +55,7 @@ class Guest(NamedTuple):
     files: tuple[tuple[str, str], ...]
 
 
-def add_guest(guest: Guest, *, shows_host: bool, single_id: bool) -> None:
+def add_guest(guest: GuestFiles, *, shows_host: bool, single_id: bool) -> None:
     """Add the account, the files and, unless /usr is the host's, the program `sudo`. Raises GuestProblem, OSError."""
     home = f"/home/{guest.user}"
     # The password field is not `x`: no other file of accounts is asked about this user.

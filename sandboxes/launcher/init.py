@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes.launcher import commands
 from headrace.sandboxes.launcher.commands import Limits
-from headrace.sandboxes.launcher.guest import Guest, GuestProblem, add_guest
+from headrace.sandboxes.launcher.guest import GuestFiles, GuestProblem, add_guest
 from headrace.sandboxes.launcher.sudo import SudoRequests, run_sudo
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
 from headrace.sandboxes.linux import host_limits, processes, rootfs, syscalls
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     mounted."""
     last_capability: int
     call_filter: bytes | None
-    guest: Guest | None
+    guest: GuestFiles | None
     host_network: bool
 
 

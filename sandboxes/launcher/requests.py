@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.connections import Connections, Waiter
-from headrace.sandboxes.launcher.guest import Guest
+from headrace.sandboxes.launcher.guest import GuestFiles
 from headrace.sandboxes.launcher.sandbox_record import Execution, RequestRefused, SandboxRecord
 from headrace.sandboxes.launcher.wire import Channel, Message
 from headrace.sandboxes.linux.rootfs import Mount
@@ -77,7 +77,7 @@ def labels_of(message: Message) -> dict[str, str]:
     return labels
 
 
-def guest_of(message: Message) -> Guest | None:
+def guest_of(message: Message) -> GuestFiles | None:
     """Return what the sandbox gets for E2B's clients, if it was asked for. Raises RequestRefused."""
     document = message.get("guest")
     if document is None:
@@ -89,7 +89,7 @@ def guest_of(message: Message) -> Guest | None:
     for path, _ in named:
         if not path.startswith("/"):
             raise _refusal("guest", path, "must be an absolute path")
-    return Guest(user, document["sudo"] is True, named)
+    return GuestFiles(user, document["sudo"] is True, named)
 
 
 def check_for_init(message: Message) -> None:

@@ -51,7 +51,7 @@ class GroupLimits(NamedTuple):
     processes: int | None
 
 
-class Mount(NamedTuple):
+class CgroupMount(NamedTuple):
     """Folder where one hierarchy shows this process's own group."""
 
     version: int
@@ -59,7 +59,7 @@ class Mount(NamedTuple):
     folder: str
 
 
-def find_mounts(mountinfo: str, own_groups: str) -> list[Mount]:
+def find_mounts(mountinfo: str, own_groups: str) -> list[CgroupMount]:
     """Parse /proc/self/mountinfo (proc(5)) and /proc/self/cgroup (cgroups(7))."""
     groups: dict[str, str] = {}
     for line in own_groups.splitlines():
@@ -71,11 +71,11 @@ def find_mounts(mountinfo: str, own_groups: str) -> list[Mount]:
         root, point = left.split()[3:5]
         kind, _, options = right.split()[:3]
         if kind == "cgroup2":
-            mounts.append(Mount(2, frozenset(), _folder(point, root, groups.get("", "/"))))
+            mounts.append(CgroupMount(2, frozenset(), _folder(point, root, groups.get("", "/"))))
         elif kind == "cgroup":
             controllers = frozenset(options.split(",")) & frozenset(CONTROLLERS)
             if controllers:
-                mounts.append(Mount(1, controllers, _folder(point, root, groups.get(min(controllers), "/"))))
+                mounts.append(CgroupMount(1, controllers, _folder(point, root, groups.get(min(controllers), "/"))))
     return mounts
 
 
@@ -88,7 +88,7 @@ def _folder(point: str, root: str, group: str) -> str:
 class _Hierarchy:
     """One mount and the launcher's group in it."""
 
-    def __init__(self, mount: Mount, controllers: frozenset[str], parent: str, name: str) -> None:
+    def __init__(self, mount: CgroupMount, controllers: frozenset[str], parent: str, name: str) -> None:
         self.version = mount.version
         self.controllers = controllers
         self._totals: tuple[tuple[str, str], ...] = ()
@@ -221,7 +221,7 @@ def _remove_groups_of(parent: int, name: str) -> None:
 class Cgroups:
     """Groups of one launcher in all hierarchies. `missing` maps each unavailable controller to the reason."""
 
-    def __init__(self, mounts: list[Mount]) -> None:
+    def __init__(self, mounts: list[CgroupMount]) -> None:
         self.missing: dict[str, str] = {}
         self._hierarchies: list[_Hierarchy] = []
         self._by_controller: dict[str, _Hierarchy] = {}

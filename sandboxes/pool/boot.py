@@ -29,7 +29,7 @@ from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeou
 from headrace.sandboxes.pool import boot_spans
 from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
-from headrace.sandboxes.pool.host import Host, choose
+from headrace.sandboxes.pool.host import PoolHost, choose
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Entry, EntryState
 from headrace.sandboxes.pool.slots import Priority, Ticket
@@ -146,17 +146,17 @@ class _Boot:
         )
 
 
-class Booter:
+class PoolBooter:
     """Boots sandboxes on a pool's hosts and labels them with the pool's `owner`. `make_room` is called with a host that
     has no free slot."""
 
     def __init__(
         self,
-        hosts: Mapping[str, Host],
+        hosts: Mapping[str, PoolHost],
         leases: DurableLeases,
         config: PoolConfig,
         owner: str,
-        make_room: Callable[[Host], None],
+        make_room: Callable[[PoolHost], None],
     ) -> None:
         self._hosts = hosts
         self._leases = leases
@@ -275,7 +275,7 @@ class Booter:
             raise
         return held
 
-    async def _admitted(self, boot: _Boot) -> Host:
+    async def _admitted(self, boot: _Boot) -> PoolHost:
         """Wait for a host on which this attempt may begin. Raises CapacityExceeded, QueueTimeout."""
         again = bool(boot.tried)
         while True:
@@ -304,7 +304,7 @@ class Booter:
             # The host turned it away: it has been in a queue already, so another queue takes it even when full.
             again = True
 
-    async def _create(self, boot: _Boot, host: Host) -> SandboxRef:
+    async def _create(self, boot: _Boot, host: PoolHost) -> SandboxRef:
         """Record the intent and create the sandbox on one host. Raises SandboxError."""
         spec, limit_s = boot.request.spec, self._config.create_timeout_s
         intent = Entry(
@@ -328,7 +328,7 @@ class Booter:
             raise BootTimeout(f"host {host.name} did not create a sandbox within {limit_s:g} s") from error
 
 
-def _attributes(boot: _Boot, host: Host) -> dict[str, AttributeValue]:
+def _attributes(boot: _Boot, host: PoolHost) -> dict[str, AttributeValue]:
     """Return the span attributes of the next try."""
     return {
         boot_spans.SANDBOX_HOST: host.name,

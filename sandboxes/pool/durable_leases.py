@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from headrace.sandboxes.pool.lease_table import HeldSandbox, LeaseTable
-from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, HolderGone, LedgerWriter, Renewed
+from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, HolderGone, Renewed, SandboxLedgerWriter
 from headrace.sandboxes.pool.slots import Priority
 
 
@@ -23,7 +23,7 @@ class DurableLeases:
     """Lease table and intents with their ledger. `settle_s` is how long after an abandoned create its sandbox may still
     start; `clock` returns Unix seconds."""
 
-    def __init__(self, writer: LedgerWriter, *, settle_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, writer: SandboxLedgerWriter, *, settle_s: float, clock: Callable[[], float] = time.time) -> None:
         self.table = LeaseTable()
         self._writer = writer
         self._settle_s = settle_s

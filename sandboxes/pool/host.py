@@ -20,7 +20,7 @@ from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
 from headrace.sandboxes.pool.slots import Priority, Ticket
 
 
-class Host:
+class PoolHost:
     """A provider with its admission; `close` it once no boot is waiting. `waits` is set whenever a boot has to wait."""
 
     def __init__(self, name: str, provider: SandboxProvider, config: AdmissionConfig, waits: asyncio.Event) -> None:

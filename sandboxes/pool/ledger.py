@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 
 from headrace.buffer.primitives.tables import TableError, TableFile
 from headrace.sandboxes.base import SandboxRef
-from headrace.sandboxes.errors import LedgerRefused
+from headrace.sandboxes.errors import SandboxLedgerRefused
 from headrace.sandboxes.host.private_folders import make_missing
 
 FILE_NAME: Final = "sandboxes.db"
@@ -97,7 +97,7 @@ class SandboxLedger:
 
     def __init__(self, folder: Path | None = None) -> None:
         """Open or create the ledger in `folder`. Without one it is in memory, for pools whose sandboxes end with their
-        process, and for virtual time. Raises LedgerRefused."""
+        process, and for virtual time. Raises SandboxLedgerRefused."""
         try:
             if folder is not None:
                 make_missing(folder)
@@ -106,7 +106,7 @@ class SandboxLedger:
             self._sandboxes = self._file.table("sandboxes", Entry, "host", "key")
             self._holders = self._file.table("holders", Renewed, "holder")
         except (TableError, OSError) as error:
-            raise LedgerRefused(str(error)) from error
+            raise SandboxLedgerRefused(str(error)) from error
 
     @property
     def on_disk(self) -> bool:
@@ -146,7 +146,7 @@ class SandboxLedger:
         self._file.close()
 
 
-class LedgerWriter:
+class SandboxLedgerWriter:
     """Writes queued changes; `run` it in a task group, and `close` it to write the remaining ones."""
 
     def __init__(self, ledger: SandboxLedger) -> None:

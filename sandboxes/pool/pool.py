@@ -25,12 +25,12 @@ from typing import Self
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SandboxGone
-from headrace.sandboxes.pool.boot import EVALUATE, PURPOSE_LABEL, Booter, Lease, LeaseRequest
+from headrace.sandboxes.pool.boot import EVALUATE, PURPOSE_LABEL, Lease, LeaseRequest, PoolBooter
 from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
-from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.host import PoolHost
 from headrace.sandboxes.pool.lease_table import HeldSandbox
-from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, LedgerWriter, SandboxLedger
+from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, SandboxLedger, SandboxLedgerWriter
 from headrace.sandboxes.pool.reaper import Reaper, Teardown
 from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.pool.status import PoolStatus, Totals, status_of
@@ -55,10 +55,10 @@ class Pool:
     ) -> None:
         self._config = config or PoolConfig()
         self._ledger = ledger or SandboxLedger()
-        self._writer = LedgerWriter(self._ledger)
+        self._writer = SandboxLedgerWriter(self._ledger)
         self._leases = DurableLeases(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
         self._hosts = {
-            name: Host(name, provider, self._config, self._leases.changed) for name, provider in hosts.items()
+            name: PoolHost(name, provider, self._config, self._leases.changed) for name, provider in hosts.items()
         }
         self.owner = owner or self._ledger.owner
         self._totals = Totals()
@@ -75,7 +75,7 @@ class Pool:
             parts = (self._hosts, self._leases)
             self._teardown = Teardown(*parts, self._config, tasks)
             self._reaper = Reaper(*parts, self._teardown, self._config, self.owner, tasks)
-            self._booter = Booter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
+            self._booter = PoolBooter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
             self._warm = WarmStock(*parts, self._booter, self._config, tasks, self.renew_holder)
             self._pending = PendingLeases(tasks)
             self._renewals = asyncio.Semaphore(self._config.teardown_concurrency)

@@ -22,7 +22,7 @@ from headrace.sandboxes.errors import SandboxError, SandboxGone
 from headrace.sandboxes.pool.boot import KEY_LABEL, OWNER_LABEL
 from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
-from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.host import PoolHost
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.retry import full_jitter_s
 
@@ -31,7 +31,7 @@ class Teardown:
     """Kills sandboxes in tasks of the group `tasks`."""
 
     def __init__(
-        self, hosts: Mapping[str, Host], leases: DurableLeases, config: PoolConfig, tasks: asyncio.TaskGroup
+        self, hosts: Mapping[str, PoolHost], leases: DurableLeases, config: PoolConfig, tasks: asyncio.TaskGroup
     ) -> None:
         self._hosts = hosts
         self._leases = leases
@@ -75,7 +75,7 @@ class Teardown:
         self._hosts[held.host].leave(held.ticket)
         return True
 
-    async def destroy(self, host: Host, sandbox: SandboxId) -> bool:
+    async def destroy(self, host: PoolHost, sandbox: SandboxId) -> bool:
         """Kill a sandbox that nobody holds. Returns False if that failed."""
         try:
             async with self._slots[host.name], asyncio.timeout(self._config.answer_timeout_s):
@@ -91,7 +91,7 @@ class Reaper:
 
     def __init__(
         self,
-        hosts: Mapping[str, Host],
+        hosts: Mapping[str, PoolHost],
         leases: DurableLeases,
         teardown: Teardown,
         config: PoolConfig,
@@ -134,12 +134,12 @@ class Reaper:
                 async with asyncio.timeout_at(next_s):
                     await self._leases.changed.wait()
 
-    def _sweep_at_s(self, host: Host) -> float:
+    def _sweep_at_s(self, host: PoolHost) -> float:
         is_urgent = host.admission.waiting > 0 or self._leases.has_doubts(host.name)
         every_s = self._config.reconcile_every_s if is_urgent else self._config.sweep_every_s
         return self._swept_at_s.get(host.name, self._now()) + every_s
 
-    def sweep(self, host: Host) -> asyncio.Task[None]:
+    def sweep(self, host: PoolHost) -> asyncio.Task[None]:
         """Start comparing a host's sandboxes with the leases. If a sweep is already running, its task is returned
         instead."""
         task = self._sweeping.get(host.name)
@@ -154,7 +154,7 @@ class Reaper:
             task.add_done_callback(swept)
         return task
 
-    async def _sweep(self, host: Host) -> None:
+    async def _sweep(self, host: PoolHost) -> None:
         began_s, before = self._now(), self._leases.table.of_host(host.name)
         try:
             async with asyncio.timeout(self._config.answer_timeout_s):

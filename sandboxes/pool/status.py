@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState
-from headrace.sandboxes.pool.boot import Booter
-from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.boot import PoolBooter
+from headrace.sandboxes.pool.host import PoolHost
 from headrace.sandboxes.pool.lease_table import LeaseTable
 from headrace.sandboxes.pool.reaper import Reaper, Teardown
 from headrace.sandboxes.pool.warm import WarmStock
@@ -71,10 +71,10 @@ class PoolStatus:
 
 
 def status_of(
-    hosts: Mapping[str, Host],
+    hosts: Mapping[str, PoolHost],
     table: LeaseTable,
     totals: Totals,
-    booter: Booter,
+    booter: PoolBooter,
     teardown: Teardown,
     reaper: Reaper,
     warm: WarmStock,

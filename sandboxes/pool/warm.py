@@ -18,10 +18,10 @@ from headrace.buffer.primitives.trace_context import remote_context
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool import boot_spans
-from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, Booter, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, LeaseRequest, PoolBooter
 from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
-from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.host import PoolHost
 from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.slots import Priority
 from headrace.sandboxes.retry import full_jitter_s
@@ -42,9 +42,9 @@ class WarmStock:
 
     def __init__(
         self,
-        hosts: Mapping[str, Host],
+        hosts: Mapping[str, PoolHost],
         leases: DurableLeases,
-        booter: Booter,
+        booter: PoolBooter,
         config: PoolConfig,
         tasks: asyncio.TaskGroup,
         renew: Callable[[str, float], Awaitable[object]],
@@ -110,7 +110,7 @@ class WarmStock:
             self._leases.end(held)
         return None
 
-    def give_way(self, host: Host) -> None:
+    def give_way(self, host: PoolHost) -> None:
         """End one warm sandbox on a host that has no free slot for another boot."""
         if (held := next((held for held in self.ready() if held.host == host.name), None)) is not None:
             self._leases.end(held)

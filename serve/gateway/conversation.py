@@ -154,7 +154,7 @@ class ToolSpec:
         return orjson.dumps(self.parameters, default=dict, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
-class Purpose(StrEnum):
+class RequestPurpose(StrEnum):
     """Purpose of a request, if the API reports it."""
 
     TURN = "turn"
@@ -213,7 +213,7 @@ class TurnRequest:
     continues: bool = False
     model: str = ""
     agent: str = ""
-    purpose: Purpose = Purpose.TURN
+    purpose: RequestPurpose = RequestPurpose.TURN
     sampling: str = ""
     client: str = ""
     keeps_order: bool = True

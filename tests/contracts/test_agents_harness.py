@@ -26,7 +26,7 @@ from headrace.actors.agents.programs.cli_agent import (
 )
 from headrace.actors.services.chat import NoChat
 from headrace.buffer.tasks.evaluators import NoEvaluator, RepositoryEvaluator
-from headrace.buffer.tasks.repositories import Command, RepositorySpec
+from headrace.buffer.tasks.repositories import EvalCommand, RepositorySpec
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Sandbox, SandboxSpec
@@ -206,7 +206,7 @@ async def test_a_program_runs_in_an_image_without_its_user_and_home_folder(world
 
 async def test_a_repository_task_starts_in_its_repository(world: World) -> None:
     await world.out("mkdir /repo")
-    repository = RepositorySpec(workdir="/repo", grader=Command(command="true"))
+    repository = RepositorySpec(workdir="/repo", grader=EvalCommand(command="true"))
     task = replace(TASK, evaluator=RepositoryEvaluator(repository=repository))
     assert (await world.run("pwd", task)).log_tail.strip() == "/repo"
     assert (await world.run("pwd", task, working_directory="/tmp")).log_tail.strip() == "/tmp"

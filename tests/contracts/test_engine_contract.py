@@ -33,7 +33,7 @@ from headrace.policies.errors import (
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
-from headrace.policies.sglang.versions import Dialect, release
+from headrace.policies.sglang.versions import SGLangApi, release
 from headrace.serve.tracing.tracing import traceparent_of
 from support import engine_kinds as kinds
 from support.cutting_proxy import cutting_proxy
@@ -74,7 +74,7 @@ MISSING_WHEN_QUEUED = {"prompt_tokens", "cached_tokens", "num_retractions", "rea
 class Wire:
     """Raw calls to one engine. `genuine`: it is SGLang itself."""
 
-    def __init__(self, session: aiohttp.ClientSession, process: ServerProcess, dialect: Dialect) -> None:
+    def __init__(self, session: aiohttp.ClientSession, process: ServerProcess, dialect: SGLangApi) -> None:
         self.session, self.url, self.process, self.dialect = session, process.url, process, dialect
         self.genuine = not isinstance(process, EngineProcess)
 

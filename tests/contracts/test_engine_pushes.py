@@ -25,11 +25,11 @@ from headrace.policies.processes.server_process import EngineProcess, ServerProc
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.machine import PushOutcome, Step
+from headrace.policies.push.machine import PushOutcome, PushStep
 from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
-from headrace.policies.sglang.versions import Dialect, release
+from headrace.policies.sglang.versions import SGLangApi, release
 from support import push_rig
 from support.engine_kinds import engine_process, kind_dialect
 
@@ -48,7 +48,7 @@ class Rig:
     engine: SGLangEngine
     sender: SenderProcess
     models: list[Path]
-    dialect: Dialect
+    dialect: SGLangApi
     support: Any
     gate: Any
     directories: SnapshotDirectories
@@ -86,7 +86,7 @@ class Rig:
         )
         snapshot = self.support.snapshot(model, version.step)
 
-        async def journal(_: object, step: Step) -> None:
+        async def journal(_: object, step: PushStep) -> None:
             if (action := before.pop(step.phase.value, None)) is not None:
                 await action()
 

@@ -24,7 +24,7 @@ from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.policies.push.contract import PushConfig
-from headrace.policies.push.machine import GROUP_PHASES, Phase, Step
+from headrace.policies.push.machine import GROUP_PHASES, Phase, PushStep
 from headrace.serve.gateway.http.client import GatewayClient
 from headrace.serve.gateway.http.config import GatewayConfig
 from support import group_rig as kit
@@ -40,7 +40,7 @@ class MortalGroup(EngineGroup):
     async def __aenter__(self) -> Self:
         write, self._wave = self._journal.step, 0
 
-        async def step(push_id: str, taken: Step) -> None:
+        async def step(push_id: str, taken: PushStep) -> None:
             await write(push_id, taken)
             self._wave = taken.wave
             self._die_at(taken.phase.value)

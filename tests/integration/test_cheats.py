@@ -11,7 +11,7 @@ from benches.cheating.cheats import CHEATS, KNOWN_OPEN, Cheat, OpenCheat
 from benches.cheating.relatives import RELATIVES, Relative
 from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
 
-from headrace.buffer.tasks.repositories import Command
+from headrace.buffer.tasks.repositories import EvalCommand
 from headrace.sandboxes.local.provider import LocalProvider
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
@@ -70,7 +70,7 @@ async def test_a_dropped_test_is_noticed_even_if_the_untouched_test_module_canno
 ) -> None:
     """The untouched module of tests cannot be imported, so that only its source names what must run."""
     tests = PLAIN.replace("import last, mean", "import NEW, last, mean")
-    repository = CheatRepository(name="new", grader=Command(command=RUN), tests={"tests/test_calc.py": tests})
+    repository = CheatRepository(name="new", grader=EvalCommand(command=RUN), tests={"tests/test_calc.py": tests})
     honest = await bench.grade(repository, RIGHT, "NEW = 1\n")
     assert honest.verdict.reward == 1.0, honest.verdict
     dropped = await bench.grade(repository, FAILS, "NEW = 1\n" + DROPPED.prefix)
@@ -82,7 +82,7 @@ async def test_a_dropped_test_is_noticed_even_if_the_untouched_test_module_canno
 async def test_a_dropped_test_is_noticed_even_if_the_untouched_repository_ends_pytest(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="ends",
-        grader=Command(command=RUN),
+        grader=EvalCommand(command=RUN),
         tests={"tests/test_calc.py": PLAIN},
         fails="__import__('os')._exit(3)",
     )
@@ -116,7 +116,7 @@ def pytest_collect_file(file_path, parent):
 async def test_tests_without_a_twin_in_the_untouched_repository_are_counted_and_named(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="lines",
-        grader=Command(command=RUN),
+        grader=EvalCommand(command=RUN),
         tests={"tests/nothing.lines": "[]\n", "tests/test_calc.py": PLAIN},
         files={"tests/conftest.py": ITEMS},
     )

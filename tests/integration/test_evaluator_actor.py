@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.evaluation.graders.history import prepare
-from headrace.actors.evaluation.graders.verdict import EpisodeRecord, EvaluationRequest, Source, SpokenPart, Verdict
+from headrace.actors.evaluation.graders.verdict import Author, EpisodeRecord, EvaluationRequest, SpokenPart, Verdict
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.pools.config import SandboxSection
@@ -28,7 +28,7 @@ from headrace.serve.tracing.telemetry import TelemetryConfig
 
 pytestmark = pytest.mark.namespaces
 REPAIR = repairs(Split.TRAIN)[7]
-EPISODE = EpisodeRecord(parts=(SpokenPart(source=Source.POLICY, text="yes"),))
+EPISODE = EpisodeRecord(parts=(SpokenPart(source=Author.POLICY, text="yes"),))
 
 
 @asynccontextmanager

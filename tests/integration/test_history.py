@@ -6,7 +6,7 @@ import pytest
 
 from headrace.actors.evaluation.graders.history import hide_history, leaks, prepare
 from headrace.buffer.tasks.evaluators import EvaluatorSpec, RepositoryEvaluator
-from headrace.buffer.tasks.repositories import Command, RepositorySpec
+from headrace.buffer.tasks.repositories import EvalCommand, RepositorySpec
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
@@ -128,7 +128,7 @@ async def test_preparing_a_repository_checks_out_the_base_commit_and_hides_the_r
     base = await output(sandbox, "cat /tmp/base")
     await sandbox.exec("git checkout -q -f later", cwd=REPO, timeout_s=30)
     spec = RepositorySpec(
-        workdir=REPO, grader=Command(command="true"), base_commit=base, prepare=("echo p > prepared",)
+        workdir=REPO, grader=EvalCommand(command="true"), base_commit=base, prepare=("echo p > prepared",)
     )
     evaluator = RepositoryEvaluator(repository=spec)
     await prepare(Task(id=TaskId("t"), family="f", instruction="i", evaluator=evaluator), sandbox)
@@ -142,7 +142,7 @@ async def test_preparing_a_repository_checks_out_the_base_commit_and_hides_the_r
 
 
 def evaluator_for(base_commit: str) -> EvaluatorSpec:
-    spec = RepositorySpec(workdir=REPO, grader=Command(command="true"), base_commit=base_commit)
+    spec = RepositorySpec(workdir=REPO, grader=EvalCommand(command="true"), base_commit=base_commit)
     return RepositoryEvaluator(repository=spec)
 
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown, SpecRefused
 from headrace.sandboxes.images.build_context import store_archive, store_files
-from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import BuildLimits, BuildRefused, BuildStep, Recipe, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import ImageCatalog, StoredImage
 from headrace.sandboxes.images.dockerfile import parse
@@ -44,8 +44,8 @@ def builder(provider: LocalProvider) -> ImageBuilder:
     return ImageBuilder(provider)
 
 
-def step(kind: str, *arguments: str, context: str = "") -> Step:
-    return Step(kind=StepKind(kind), arguments=arguments, context=context)
+def step(kind: str, *arguments: str, context: str = "") -> BuildStep:
+    return BuildStep(kind=StepKind(kind), arguments=arguments, context=context)
 
 
 def context_of(provider: LocalProvider, *entries: Any) -> str:
@@ -56,7 +56,7 @@ def context_of(provider: LocalProvider, *entries: Any) -> str:
         return store_archive(files, made, made / "archive", LIMITS)
 
 
-async def build(builder: ImageBuilder, *steps: Step, base: str = "host", **fields: Any) -> StoredImage:
+async def build(builder: ImageBuilder, *steps: BuildStep, base: str = "host", **fields: Any) -> StoredImage:
     return await builder.build(Recipe(base=base, steps=steps, **fields))
 
 
@@ -188,7 +188,7 @@ async def test_a_dockerfile_and_its_folder_make_an_image(
     text = "FROM host\nARG WHO=me\nWORKDIR /w\nCOPY data link /d/\nRUN <<EOF\necho $WHO > who\nEOF\nCMD sleep 9\n"
     parsed = parse(text, {"WHO": "you"})
     steps = [
-        Step(
+        BuildStep(
             kind=one.kind,
             arguments=one.arguments,
             context=store_files(provider.store.files, context, one.arguments[0], LIMITS),
@@ -221,7 +221,7 @@ async def test_a_dockerfile_and_its_folder_make_an_image(
         ((step("WORKDIR", "/etc/passwd/x"),), "1", "WORKDIR"),
     ],
 )
-async def test_a_failing_step_is_named(builder: ImageBuilder, steps: tuple[Step, ...], at: str, said: str) -> None:
+async def test_a_failing_step_is_named(builder: ImageBuilder, steps: tuple[BuildStep, ...], at: str, said: str) -> None:
     with pytest.raises(BuildRefused) as raised:
         await build(builder, *steps)
     assert raised.value.step == at

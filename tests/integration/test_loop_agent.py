@@ -26,7 +26,7 @@ from headrace.actors.environments.environment import (
 )
 from headrace.actors.environments.search import SearchConfig, SearchEnvironment
 from headrace.actors.evaluation.graders.answer import has_structure, score_answer
-from headrace.actors.evaluation.graders.verdict import Source
+from headrace.actors.evaluation.graders.verdict import Author
 from headrace.actors.services.chat import ChatClient, ChatMessage, ChatTool
 from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
@@ -143,8 +143,8 @@ async def test_an_inline_search_is_one_row_that_ends_with_its_tag(model_dir: Pat
         assert f"Doc 1(Title: otter) {FACT.passage}" in context
         assert w.engines[0].sampled[1].prompt.count("<|im_start|>assistant") == 1
     assert report.episode is not None
-    assert [part.source for part in report.episode.parts][:3] == [Source.TASK, Source.POLICY, Source.ENVIRONMENT]
-    assert [part.text for part in report.episode.parts if part.source is Source.POLICY] == said
+    assert [part.source for part in report.episode.parts][:3] == [Author.TASK, Author.POLICY, Author.ENVIRONMENT]
+    assert [part.text for part in report.episode.parts if part.source is Author.POLICY] == said
     assert has_structure("answer", report.episode.parts)
     spec = FACT.task().evaluator.answer
     assert spec is not None

@@ -18,7 +18,7 @@ from benches.cheating.repositories import git_diff
 from headrace.actors.evaluation.graders.baselines import Baselines
 from headrace.actors.evaluation.graders.patch_collection import LeftDiff
 from headrace.actors.evaluation.graders.repository import grade
-from headrace.buffer.tasks.repositories import Command, Grader, Script
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, Grader
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import FILES, HIDDEN_TESTS, IDS, PYTEST, REPO, RIGHT, SPEC, WRONG, repository_task
 
@@ -68,8 +68,8 @@ SCRIPT = (
 )
 GRADERS: dict[str, Grader] = {
     "ids": IDS,
-    "command": Command(command="python3 -m pytest tests"),
-    "script": Script(script=SCRIPT),
+    "command": EvalCommand(command="python3 -m pytest tests"),
+    "script": EvalScript(script=SCRIPT),
 }
 XFAIL = WRONG.replace("    return sum", "    if not numbers:\n        import pytest; pytest.xfail()\n    return sum", 1)
 PATCHES = {"right": (RIGHT, 1.0), "wrong": (f"{WRONG}\n\nDONE = 1\n", 0.0), "xfail": (XFAIL, 0.0)}

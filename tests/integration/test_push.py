@@ -25,7 +25,7 @@ from headrace.policies.push.weights import read_snapshot
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.http.engines import EnginePool, join_pieces
-from headrace.serve.gateway.http.routing import Lineage
+from headrace.serve.gateway.http.routing import RoutingKey
 from support.push_rig import snapshot
 from support.tiny_model import QWEN2
 
@@ -75,7 +75,7 @@ async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
     """The pieces of one turn."""
     pieces: list[Completion] = []
     ask = GenerateRequest(request_id=RequestId(name), input_ids=tuple(PROMPT), max_new_tokens=tokens)
-    await pool.sample(Lineage(SessionId(name)), ask, pieces, UsageClock(since_s=0.0))
+    await pool.sample(RoutingKey(SessionId(name)), ask, pieces, UsageClock(since_s=0.0))
     return pieces
 
 

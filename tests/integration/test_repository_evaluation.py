@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.actors.evaluation.graders.history import prepare
-from headrace.buffer.tasks.repositories import Command, TestIds
+from headrace.buffer.tasks.repositories import EvalCommand, TestIds
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider
@@ -337,8 +337,8 @@ echo 'raise SystemExit("not to be collected")' > test_scratch.py
 """
 
 
-@pytest.mark.parametrize("grader", [IDS, Command(command="python3 -m pytest -q")], ids=["ids", "command"])
-async def test_a_new_file_may_have_the_name_of_a_test(provider: LocalProvider, grader: TestIds | Command) -> None:
+@pytest.mark.parametrize("grader", [IDS, EvalCommand(command="python3 -m pytest -q")], ids=["ids", "command"])
+async def test_a_new_file_may_have_the_name_of_a_test(provider: LocalProvider, grader: TestIds | EvalCommand) -> None:
     verdict = await verdict_on(provider, repository_task(replace(SPEC, grader=grader)), NAMED)
     assert verdict.reward == 1.0, verdict
 
@@ -348,7 +348,7 @@ async def test_a_repository_may_have_modules_named_like_those_of_the_standard_li
     files = {f"{REPO}/{name}.py": "NUMBER = 7\n" for name in ("resource", "cmd", "code")}
     own = "import cmd, resource\n    assert (resource.NUMBER, cmd.NUMBER) == (7, 7)\n"
     tests = f"{HIDDEN_TESTS}\n\ndef test_own():\n    {own}"
-    for grader in (IDS, Command(command="python3 -m pytest -q tests")):
+    for grader in (IDS, EvalCommand(command="python3 -m pytest -q tests")):
         task = repository_task(replace(SPEC, grader=grader), hidden_files={f"{REPO}/tests/test_calc.py": tests})
         verdict = await verdict_on(provider, replace(task, files={**task.files, **files}), SOLVE)
         assert verdict.reward == 1.0, verdict

@@ -19,7 +19,7 @@ import pytest
 
 from headrace.buffer.tasks.evaluators import RepositoryEvaluator
 from headrace.buffer.tasks.parts import BinaryFile
-from headrace.buffer.tasks.repositories import Command, Grader, RepositorySpec, Script, TestIds
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, Grader, RepositorySpec, TestIds
 from headrace.buffer.tasks.task import Task, TaskId
 from headrace.sandboxes.local.provider import LocalProvider
 from support.repositories import COMMIT, FILES, HIDDEN_TESTS, IDS, REPO, RIGHT, SPEC, repository_task, verdict_on
@@ -31,8 +31,8 @@ XFAIL = "printf 'import pytest\\ndef mean(numbers): pytest.xfail()\\nlast = mean
 MAIN = "\nif __name__ == '__main__':\n    import sys, pytest\n    sys.exit(pytest.main(['-qWerror', __file__]))\n"
 GRADERS = {
     "test_ids": IDS,
-    "eval_cmd": Command(command="python3 -m pytest -q tests/test_calc.py"),
-    "script": Script(script=HIDDEN_TESTS + MAIN),
+    "eval_cmd": EvalCommand(command="python3 -m pytest -q tests/test_calc.py"),
+    "script": EvalScript(script=HIDDEN_TESTS + MAIN),
 }
 STRICT = {
     "pytest.ini": ("pytest.ini", "[pytest]\nfilterwarnings = error\n"),
@@ -96,8 +96,8 @@ class Release:
         ids = [f"{self.tests}::{name}" for name in (self.fail_to_pass, self.pass_to_pass)]
         return {
             "test_ids": TestIds(fail_to_pass=(ids[0],), pass_to_pass=(ids[1],)),
-            "eval_cmd": Command(command=f"python3 -m pytest -q {self.tests}"),
-            "script": Script(script=script),
+            "eval_cmd": EvalCommand(command=f"python3 -m pytest -q {self.tests}"),
+            "script": EvalScript(script=script),
         }
 
 

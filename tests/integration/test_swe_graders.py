@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.buffer.tasks.repositories import Command, Script, Swepro
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, Swepro
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import Cause
 from headrace.sandboxes.local.provider import LocalProvider
@@ -42,11 +42,12 @@ SWEPRO = Swepro(
     pass_to_pass=("tests/test_calc.py::test_mean", "tests/test_calc.py::test_last"),
 )
 TASKS = {
-    "f2p_script": repository_task(replace(SPEC, grader=Script(script=F2P)), hidden_files={}),
-    "eval_cmd": repository_task(replace(SPEC, grader=Command(command="python3 -m pytest -q tests/test_calc.py"))),
+    "f2p_script": repository_task(replace(SPEC, grader=EvalScript(script=F2P)), hidden_files={}),
+    "eval_cmd": repository_task(replace(SPEC, grader=EvalCommand(command="python3 -m pytest -q tests/test_calc.py"))),
     "two commands": repository_task(
         replace(
-            SPEC, grader=Command(command="python3 -m pytest -xq tests -k mean && python3 -m pytest -q tests -k last")
+            SPEC,
+            grader=EvalCommand(command="python3 -m pytest -xq tests -k mean && python3 -m pytest -q tests -k last"),
         )
     ),
     "swepro": repository_task(replace(SPEC, grader=SWEPRO, prepare=(GOLD_TESTS,)), hidden_files={}),
@@ -149,7 +150,9 @@ async def test_a_test_also_skipped_in_the_untouched_repository_is_not_blamed_on_
     provider: LocalProvider,
 ) -> None:
     skipping = HIDDEN_TESTS + "\n\ndef test_elsewhere():\n    import pytest\n    pytest.skip('not on this machine')\n"
-    task = repository_task(replace(SPEC, grader=Script(script=F2P.replace(HIDDEN_TESTS, skipping))), hidden_files={})
+    task = repository_task(
+        replace(SPEC, grader=EvalScript(script=F2P.replace(HIDDEN_TESTS, skipping))), hidden_files={}
+    )
     assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
 
 
@@ -166,7 +169,7 @@ AFTERWARDS = "python3 -c 'from calc import mean; assert mean([]) == 0.0'"
     ids=["after pytest", "without pytest"],
 )
 async def test_a_command_decides_by_its_exit_code_too(provider: LocalProvider, command: str, note: str) -> None:
-    task = repository_task(replace(SPEC, grader=Command(command=command)))
+    task = repository_task(replace(SPEC, grader=EvalCommand(command=command)))
     untouched = await verdict_on(provider, task, "true")
     assert (untouched.reward, "exit code 1" in untouched.detail) == (0.0, True), untouched
     verdict = await verdict_on(provider, task, SOLVE)
@@ -174,7 +177,9 @@ async def test_a_command_decides_by_its_exit_code_too(provider: LocalProvider, c
 
 
 async def test_a_patch_that_keeps_a_command_from_pytest_fails(provider: LocalProvider) -> None:
-    task = repository_task(replace(SPEC, grader=Command(command="sh run.sh"), prepare=(RUN_SCRIPT_FILE, *SPEC.prepare)))
+    task = repository_task(
+        replace(SPEC, grader=EvalCommand(command="sh run.sh"), prepare=(RUN_SCRIPT_FILE, *SPEC.prepare))
+    )
     assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
     verdict = await verdict_on(provider, task, "echo true > run.sh")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict

@@ -15,12 +15,12 @@ from headrace.sandboxes.base import Output, Stream
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.serve.sandbox_servers.e2b.connect_protocol import encode_frame, read_frames
 from headrace.serve.sandbox_servers.e2b.control import Query, page, parse_query
-from headrace.serve.sandbox_servers.e2b_state.entries import Entry
+from headrace.serve.sandbox_servers.e2b_state.entries import FileEntry
 from headrace.serve.sandbox_servers.e2b_state.processes import OutputLog
-from headrace.serve.sandbox_servers.e2b_state.table import Row, State
-from headrace.serve.sandbox_servers.e2b_state.watchers import Kind, changes
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, State
+from headrace.serve.sandbox_servers.e2b_state.watchers import EventType, changes
 
-ROW = Row(
+ROW = SandboxRow(
     id="",
     owner="o",
     boot_key="",
@@ -32,7 +32,7 @@ ROW = Row(
     end_at=1,
     state=State.RUNNING,
 )
-ENTRY = Entry(
+ENTRY = FileEntry(
     inode=1,
     kind="f",
     target_kind="f",
@@ -51,7 +51,7 @@ times = st.integers(0, 5).map(float)
 @given(st.lists(st.tuples(times, st.sampled_from([State.RUNNING, State.PAUSED]))), st.integers(1, 4), st.booleans())
 def test_pages_contain_every_row_once_in_order(drawn: list[tuple[float, State]], limit: int, ascending: bool) -> None:
     rows = [replace(ROW, id=f"i{n}", started_at=at, state=state) for n, (at, state) in enumerate(drawn)]
-    found: list[Row] = []
+    found: list[SandboxRow] = []
     token = ""
     while True:
         order = "asc" if ascending else "desc"
@@ -131,26 +131,28 @@ looks = st.dictionaries(
 
 
 @given(looks, looks)
-def test_reported_changes_transform_one_scan_into_the_next(before: dict[str, Entry], after: dict[str, Entry]) -> None:
+def test_reported_changes_transform_one_scan_into_the_next(
+    before: dict[str, FileEntry], after: dict[str, FileEntry]
+) -> None:
     found = changes(before, after)
     present = set(before)
     for change in found:
-        if change.kind in (Kind.REMOVE, Kind.RENAME):
+        if change.kind in (EventType.REMOVE, EventType.RENAME):
             present.discard(change.name)
         else:
             present.add(change.name)
     assert present == set(after)
     for name in set(before) & set(after):
         if before[name].mode != after[name].mode and before[name].inode == after[name].inode:
-            assert Kind.CHMOD in {change.kind for change in found if change.name == name}
+            assert EventType.CHMOD in {change.kind for change in found if change.name == name}
     assert changes(after, after) == []
 
 
 def test_a_rename_is_reported_as_by_inotify() -> None:
     found = changes({"old": ENTRY}, {"new": replace(ENTRY, size_bytes=3)})
-    assert [(change.kind, change.name) for change in found] == [(Kind.RENAME, "old"), (Kind.CREATE, "new")]
+    assert [(change.kind, change.name) for change in found] == [(EventType.RENAME, "old"), (EventType.CREATE, "new")]
     found = changes({}, {"new": replace(ENTRY, size_bytes=3)})
-    assert [change.kind for change in found] == [Kind.CREATE, Kind.WRITE]
+    assert [change.kind for change in found] == [EventType.CREATE, EventType.WRITE]
 
 
 def test_frequently_changed_deadlines_do_not_grow_the_heap() -> None:

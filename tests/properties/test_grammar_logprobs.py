@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from headrace.policies.cpu_engine.grammars import Grammars
-from headrace.policies.cpu_engine.requests import Prompt, Sampling
+from headrace.policies.cpu_engine.requests import Prompt, SamplingParams
 from headrace.policies.cpu_engine.runner import Runner
 from headrace.policies.cpu_engine.scheduler import Generation, LengthReached, Scheduler, Stopped
 from headrace.policies.engine import GrammarKind
@@ -70,12 +70,14 @@ def test_logprobs_are_those_of_the_masked_distribution(
     items, languages = [], []
     for index, words in enumerate(choices):
         state = grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps({"enum": words}), ())
-        sampling = Sampling(max_new_tokens=most, temperature=temperature)
+        sampling = SamplingParams(max_new_tokens=most, temperature=temperature)
         asked = Prompt(request_id=str(index), input_ids=(*prompt, index), sampling=sampling, return_logprob=True)
         items.append(Generation(prompt=asked, grammar=state.fork()))
         spelled = (json.dumps(word, ensure_ascii=False) for word in words)
         languages.append([[*tokenizer.encode(text).ids, END_ID] for text in spelled])
-    free = Prompt(request_id="free", input_ids=tuple(prompt), sampling=Sampling(max_new_tokens=6), return_logprob=True)
+    free = Prompt(
+        request_id="free", input_ids=tuple(prompt), sampling=SamplingParams(max_new_tokens=6), return_logprob=True
+    )
     items.append(Generation(prompt=free))
     for item in items:
         scheduler.add(item)

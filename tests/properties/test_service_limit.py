@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.services.calls import CallLimit, Slots
+from headrace.actors.services.calls import CallLimit, CallSlots
 
 BOUNDS = st.tuples(st.integers(1, 8), st.integers(0, 24)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
@@ -39,7 +39,7 @@ def test_the_limit_stays_within_its_bounds_and_changes_by_its_rule(bounds: tuple
 def test_no_slot_is_lost_or_given_twice(events: list[str]) -> None:
     async def play() -> None:
         limit = CallLimit(least=1, most=4)
-        slots, inside = Slots(limit), list[asyncio.Event]()
+        slots, inside = CallSlots(limit), list[asyncio.Event]()
 
         async def call() -> None:
             leave = asyncio.Event()

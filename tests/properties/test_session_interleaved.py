@@ -19,8 +19,8 @@ from headrace.serve.gateway.capture.rows import IN_ROWS, Masked, report_of, verd
 from headrace.serve.gateway.capture.session import Budgets, Session, SessionId, SessionSpec, TurnPlan
 from headrace.serve.gateway.conversation import (
     Message,
-    Purpose,
     Reasoning,
+    RequestPurpose,
     Role,
     Text,
     ToolCall,
@@ -136,10 +136,10 @@ class Interleaved(RuleBasedStateMachine):
         history=histories,
         max_tokens=st.sampled_from([None, 5]),
         untrained=st.sampled_from([False, False, False, True]),
-        purpose=st.sampled_from([Purpose.TURN, Purpose.TURN, Purpose.COMPACTION]),
+        purpose=st.sampled_from([RequestPurpose.TURN, RequestPurpose.TURN, RequestPurpose.COMPACTION]),
     )
     def asks_for_a_turn(
-        self, history: Spelled, max_tokens: int | None, untrained: bool, purpose: Purpose
+        self, history: Spelled, max_tokens: int | None, untrained: bool, purpose: RequestPurpose
     ) -> tuple[Spelled, Running]:
         fields: dict[str, Any] = {"max_tokens": max_tokens, "agent": history.agent, "purpose": purpose}
         request = asks(*history.messages, tools=history.tools, **fields)

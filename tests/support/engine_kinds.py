@@ -10,13 +10,13 @@ import pytest
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
 from headrace.policies.sglang.installation import environment_python
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
-from headrace.policies.sglang.versions import DEFAULT_VERSION, DIALECTS, Dialect, dialect_of
+from headrace.policies.sglang.versions import DEFAULT_VERSION, DIALECTS, SGLangApi, dialect_of
 
 SGLANG_VERSION = os.environ.get("HEADRACE_SGLANG_VERSION", DEFAULT_VERSION)
 CONTEXT = 1024
 
 
-def kind_dialect(kind: str) -> Dialect:
+def kind_dialect(kind: str) -> SGLangApi:
     return DIALECTS[-1] if kind == "cpu" else dialect_of(SGLANG_VERSION)
 
 

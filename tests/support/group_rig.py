@@ -24,7 +24,7 @@ from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
-from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.machine import Phase, PushStep
 from headrace.policies.sglang.client import SGLangEngine
 from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.capture.session import Budgets, Sampling, SessionId, SessionSpec
@@ -179,7 +179,7 @@ class Rig:
         journal = self.group._journal
         write = type(journal).step
 
-        async def hooked(push_id: str, step: Step) -> None:
+        async def hooked(push_id: str, step: PushStep) -> None:
             await write(journal, push_id, step)
             self.journal.append((step.wave, step.phase.value))
             if (now := self.actions.pop((step.wave, step.phase), None)) is not None:

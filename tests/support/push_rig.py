@@ -19,7 +19,7 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.push.contract import Gate, PushConfig, PushReport
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.machine import Phase, PushStep
 from headrace.policies.push.sender import SenderConfig, SenderProcess, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
@@ -95,7 +95,7 @@ class Rig:
         gate: Gate | None = None,
         **config: object,
     ) -> PushReport:
-        async def journal(push_id: str, step: Step) -> None:
+        async def journal(push_id: str, step: PushStep) -> None:
             self.journal.append((step.wave, step.phase.value))
             if before is not None:
                 await before(step.wave, step.phase)

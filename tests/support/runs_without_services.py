@@ -33,12 +33,12 @@ from headrace.actors.cluster.runs.quotas import Quotas, next_to_start, refuse_ov
 from headrace.actors.cluster.runs.records import (
     RAY_USER,
     ActualState,
+    ApiRole,
     Build,
     Caller,
     Demands,
     DesiredState,
     Recipe,
-    Role,
     RunId,
     RunRecord,
     Submission,
@@ -132,7 +132,7 @@ class RunsWithoutServices:
         return self._table.get(record.run_id)
 
     async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
-        return self._table.runs(None if caller.role is Role.ADMIN else caller.owner)
+        return self._table.runs(None if caller.role is ApiRole.ADMIN else caller.owner)
 
     async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         return self._table.get(run_id)

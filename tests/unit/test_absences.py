@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.actors.errors import StartFailed
 from headrace.actors.record.files.absences import OF_ACTORS, OF_THE_DRIVER, Absences, read_absences
 from headrace.actors.runtime.actors.guarded_actors import GuardedActors
-from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.actors.nodes import Bundle, NodeRole
 from headrace.actors.runtime.actors.runtime import InlineRuntime
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class FullCluster(InlineRuntime):
 class Unit(GuardedActors):
     async def start(self, *names: str) -> None:
         for name in names:
-            await self._reserve(name, Bundle(role=Role.ROLLOUT, cpus=2.0, memory_bytes=1 << 30))
+            await self._reserve(name, Bundle(role=NodeRole.ROLLOUT, cpus=2.0, memory_bytes=1 << 30))
 
 
 async def test_a_bundle_that_waits_for_a_node_says_what_it_needs(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.actors.evaluation.graders.answer import last_answer, normalized, score_answer
-from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
+from headrace.actors.evaluation.graders.verdict import Author, EpisodeRecord, SpokenPart
 from headrace.buffer.tasks.evaluators import AnswerSpec
 from headrace.buffer.trajectories.types import Cause
 
@@ -14,10 +14,10 @@ SPEC = AnswerSpec(targets=("The Beatles", "Beatles band"))
 
 def episode(*answers: str, passages: str = "<information>Doc 1</information>") -> EpisodeRecord:
     """A record in which the environment answers every answer but the last."""
-    parts = [SpokenPart(source=Source.TASK, text="Answer inside <answer>, as in <answer> Beijing </answer>.")]
+    parts = [SpokenPart(source=Author.TASK, text="Answer inside <answer>, as in <answer> Beijing </answer>.")]
     for number, answer in enumerate(answers):
-        parts += [SpokenPart(source=Source.ENVIRONMENT, text=passages)] if number else []
-        parts.append(SpokenPart(source=Source.POLICY, text=answer))
+        parts += [SpokenPart(source=Author.ENVIRONMENT, text=passages)] if number else []
+        parts.append(SpokenPart(source=Author.POLICY, text=answer))
     return EpisodeRecord(parts=tuple(parts))
 
 

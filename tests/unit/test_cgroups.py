@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.sandboxes.linux.cgroup_placement import LEAF, place
-from headrace.sandboxes.linux.cgroups import Mount, find_mounts, is_orphan
+from headrace.sandboxes.linux.cgroups import CgroupMount, find_mounts, is_orphan
 from headrace.sandboxes.linux.processes import parse_stat
 from headrace.sandboxes.linux.syscalls import reason_of
 
@@ -26,9 +26,9 @@ HYBRID = """\
 def test_the_mounts_on_a_hybrid_host_are_found() -> None:
     own = "5:devices:/\n4:memory:/jobs/one\n2:cpu,cpuacct:/\n1:name=systemd:/\n0::/\n"
     assert find_mounts(HYBRID, own) == [
-        Mount(1, frozenset({"cpu", "cpuacct"}), "/sys/fs/cgroup/cpu,cpuacct"),
-        Mount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory/jobs/one"),
-        Mount(2, frozenset(), "/sys/fs/cgroup/unified"),
+        CgroupMount(1, frozenset({"cpu", "cpuacct"}), "/sys/fs/cgroup/cpu,cpuacct"),
+        CgroupMount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory/jobs/one"),
+        CgroupMount(2, frozenset(), "/sys/fs/cgroup/unified"),
     ]
 
 
@@ -36,16 +36,16 @@ def test_the_mount_on_a_version_2_host_is_found() -> None:
     mountinfo = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
     own = "0::/user.slice/user-0.slice/session-1.scope\n"
     folder = "/sys/fs/cgroup/user.slice/user-0.slice/session-1.scope"
-    assert find_mounts(mountinfo, own) == [Mount(2, frozenset(), folder)]
+    assert find_mounts(mountinfo, own) == [CgroupMount(2, frozenset(), folder)]
 
 
 def test_a_container_sees_its_own_group_as_the_root_of_the_mount() -> None:
     mountinfo = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
     assert find_mounts(mountinfo, "4:memory:/docker/abc\n") == [
-        Mount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory")
+        CgroupMount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory")
     ]
     assert find_mounts(mountinfo, "4:memory:/docker/abc/inner\n") == [
-        Mount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory/inner")
+        CgroupMount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory/inner")
     ]
 
 

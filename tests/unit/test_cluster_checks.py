@@ -23,10 +23,10 @@ from headrace.actors.cluster.nodes.connection import require_token
 from headrace.actors.cluster.nodes.probe import clock_offset_s, open_redis_function
 from headrace.actors.errors import CannotBePlaced, ConfigError
 from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection, cluster_section
-from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.actors.nodes import Bundle, NodeRole
 
 VERSIONS = Versions(ray="2.60.0", headrace="0.1.0", python="3.11.7")
-LABELS = {Role.CONTROL: "control", Role.ROLLOUT: "work"}
+LABELS = {NodeRole.CONTROL: "control", NodeRole.ROLLOUT: "work"}
 
 
 def node(address: str, role: str, **resources: Any) -> Node:
@@ -65,7 +65,7 @@ def test_two_control_nodes_are_refused_with_their_addresses() -> None:
 
 
 def test_resources_that_no_node_of_the_role_has_are_refused() -> None:
-    bundles = {"a rollout unit": Bundle(role=Role.ROLLOUT, cpus=3, memory_bytes=4)}
+    bundles = {"a rollout unit": Bundle(role=NodeRole.ROLLOUT, cpus=3, memory_bytes=4)}
     nodes = [node("a", "control", cpus=64), node("b", "work")]
     with pytest.raises(CannotBePlaced, match="a rollout unit needs 3 CPU"):
         refuse_too_large(nodes, LABELS, bundles)

@@ -16,7 +16,7 @@ from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnkno
 from headrace.actors.record.files.run_directory import RunDirectory, sandbox_owner
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.config import RunConfig
-from headrace.actors.runtime.actors.nodes import Role
+from headrace.actors.runtime.actors.nodes import NodeRole
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 RECIPE: dict[str, dict[str, Any]] = {
@@ -81,9 +81,9 @@ def test_demands_count_the_rollouts_of_all_units() -> None:
 def test_a_local_run_reserves_nothing_and_a_unit_shares_its_bundle() -> None:
     cluster = config_of(RECIPE, TERMS, RUN_ID, RIGHTS, rollout_nodes=2).cluster
     assert {unit.resources(cluster).bundle for unit in cluster.units()} == {"unit-0", "unit-1"}
-    assert cluster.on(Role.CONTROL).role is Role.CONTROL
-    assert cluster.on(Role.CONTROL).cpus > 0
-    assert cluster.labels() == {role: role.value for role in Role}
+    assert cluster.on(NodeRole.CONTROL).role is NodeRole.CONTROL
+    assert cluster.on(NodeRole.CONTROL).cpus > 0
+    assert cluster.labels() == {role: role.value for role in NodeRole}
 
 
 def test_a_run_has_two_folders_that_find_each_other(tmp_path: Path) -> None:

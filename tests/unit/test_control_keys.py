@@ -10,7 +10,7 @@ import pytest
 
 from headrace.actors.cluster.api.client import read_key
 from headrace.actors.cluster.api.keys import KeyFile
-from headrace.actors.cluster.runs.records import Caller, Role
+from headrace.actors.cluster.runs.records import ApiRole, Caller
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.page.access import digest_of
 from headrace.sandboxes.errors import SecretRefused
@@ -33,7 +33,7 @@ def test_a_key_has_its_owner_and_role(tmp_path: Path) -> None:
         *(f"{digest(f'key-{role}')} {role} team-{role}" for role in ("read", "operate", "code", "admin")),
     ]
     keys = KeyFile(write(tmp_path / "keys", "\n".join(lines)))
-    for role in Role:
+    for role in ApiRole:
         name = role.name.lower()
         assert keys.caller_of(digest_of(f"key-{name}")) == Caller(
             owner=f"team-{name}", role=role, key=digest(f"key-{name}")[:12]
@@ -44,8 +44,8 @@ def test_a_key_has_its_owner_and_role(tmp_path: Path) -> None:
 
 
 def test_only_admins_see_runs_of_others() -> None:
-    assert [Caller(owner="a", role=role).sees("b") for role in Role] == [False, False, False, True]
-    assert all(Caller(owner="a", role=role).sees("a") for role in Role)
+    assert [Caller(owner="a", role=role).sees("b") for role in ApiRole] == [False, False, False, True]
+    assert all(Caller(owner="a", role=role).sees("a") for role in ApiRole)
 
 
 def test_a_changed_file_holds_at_once(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.policies.cpu_engine.requests import Prompt, Sampling
+from headrace.policies.cpu_engine.requests import Prompt, SamplingParams
 from headrace.policies.cpu_engine.runner import PREFILL_PORTION, Runner
 from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.cpu_engine.thread import EngineThread
@@ -35,7 +35,7 @@ def scheduler() -> Scheduler:
 
 def generation(name: str, length: int, *, tokens: int = 4) -> Generation:
     ids = torch.randint(64, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    sampling = Sampling.model_validate({"max_new_tokens": tokens, "temperature": 0})
+    sampling = SamplingParams.model_validate({"max_new_tokens": tokens, "temperature": 0})
     return Generation(prompt=Prompt(request_id=name, input_ids=tuple(ids), sampling=sampling, return_logprob=True))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.policies.cpu_engine.requests import Limits, parse_generate
+from headrace.policies.cpu_engine.requests import ModelLimits, parse_generate
 from headrace.policies.errors import RequestInvalid
 
-LIMITS = Limits(vocab_size=100, context_tokens=64)
+LIMITS = ModelLimits(vocab_size=100, context_tokens=64)
 
 
 def parse(body: object):

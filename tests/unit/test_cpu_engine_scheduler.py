@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.policies.cpu_engine.requests import Prompt, Sampling
+from headrace.policies.cpu_engine.requests import Prompt, SamplingParams
 from headrace.policies.cpu_engine.scheduler import Aborted, Generation, LengthReached, Scheduler, Stopped
 from headrace.policies.engine import PauseMode
 
@@ -24,7 +24,7 @@ def scheduler(max_running: int = 4, max_prefill_tokens: int = 100) -> Scheduler:
 
 
 def generation(name: str, *, prompt: int = 3, **sampling: object) -> Generation:
-    given = Sampling.model_validate({"max_new_tokens": 5, **sampling})
+    given = SamplingParams.model_validate({"max_new_tokens": 5, **sampling})
     return Generation(prompt=Prompt(request_id=name, input_ids=(1,) * prompt, sampling=given, return_logprob=True))
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.serve.gateway.conversation import (
     Message,
-    Purpose,
     Reasoning,
+    RequestPurpose,
     Role,
     Text,
     ToolCall,
@@ -98,7 +98,7 @@ def test_a_first_request_of_claude_code_is_parsed() -> None:
     )
     assert turn.tools == (ToolSpec("Bash", "Runs", {"type": "object", "properties": {"command": {}}}),)
     assert (turn.max_tokens, turn.stop, turn.calls_allowed) == (32000, ("END", "\n"), True)
-    assert (turn.agent, turn.purpose, turn.model, request.model) == ("", Purpose.TURN, "claude-x", "claude-x")
+    assert (turn.agent, turn.purpose, turn.model, request.model) == ("", RequestPurpose.TURN, "claude-x", "claude-x")
     assert request.stream
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.serve.gateway.conversation import (
     Message,
-    Purpose,
     Reasoning,
+    RequestPurpose,
     Role,
     Text,
     ToolCall,
@@ -111,7 +111,7 @@ def test_a_first_request_of_codex_is_parsed() -> None:
         names[1]: CallShape(name="spawn_agent", namespace="multi_agent_v1"),
         names[2]: CallShape(name="apply_patch", freeform=True),
     }
-    assert (request.stream, turn.max_tokens, turn.agent, turn.purpose) == (True, None, "", Purpose.TURN)
+    assert (request.stream, turn.max_tokens, turn.agent, turn.purpose) == (True, None, "", RequestPurpose.TURN)
 
 
 def test_instructions_precede_the_leading_developer_messages() -> None:
@@ -218,19 +218,19 @@ def metadata(**fields: object) -> str:
 @pytest.mark.parametrize(
     ("headers", "client", "agent", "purpose"),
     [
-        ({"X-Codex-Turn-Metadata": metadata()}, None, "", Purpose.TURN),
-        ({"x-codex-turn-metadata": metadata(request_kind="compaction")}, None, "", Purpose.COMPACTION),
-        ({"x-codex-turn-metadata": metadata(thread_source="subagent")}, None, "child", Purpose.TURN),
-        ({}, {"x-codex-turn-metadata": metadata(parent_thread_id="s")}, "child", Purpose.TURN),
-        ({"x-openai-subagent": "review", "Thread-Id": "t7"}, None, "t7", Purpose.TURN),
-        ({}, {"x-openai-subagent": "collab_spawn"}, "collab_spawn", Purpose.TURN),
-        ({"x-openai-subagent": "compact", "thread-id": "t7"}, None, "", Purpose.COMPACTION),
-        ({"x-codex-turn-metadata": "{"}, {"x-codex-turn-metadata": 5}, "", Purpose.TURN),
-        ({"x-codex-turn-metadata": '["\udcff"]'}, [], "", Purpose.TURN),
+        ({"X-Codex-Turn-Metadata": metadata()}, None, "", RequestPurpose.TURN),
+        ({"x-codex-turn-metadata": metadata(request_kind="compaction")}, None, "", RequestPurpose.COMPACTION),
+        ({"x-codex-turn-metadata": metadata(thread_source="subagent")}, None, "child", RequestPurpose.TURN),
+        ({}, {"x-codex-turn-metadata": metadata(parent_thread_id="s")}, "child", RequestPurpose.TURN),
+        ({"x-openai-subagent": "review", "Thread-Id": "t7"}, None, "t7", RequestPurpose.TURN),
+        ({}, {"x-openai-subagent": "collab_spawn"}, "collab_spawn", RequestPurpose.TURN),
+        ({"x-openai-subagent": "compact", "thread-id": "t7"}, None, "", RequestPurpose.COMPACTION),
+        ({"x-codex-turn-metadata": "{"}, {"x-codex-turn-metadata": 5}, "", RequestPurpose.TURN),
+        ({"x-codex-turn-metadata": '["\udcff"]'}, [], "", RequestPurpose.TURN),
     ],
 )
 def test_codex_agents_and_compactions_are_distinguished(
-    headers: dict[str, str], client: object, agent: str, purpose: Purpose
+    headers: dict[str, str], client: object, agent: str, purpose: RequestPurpose
 ) -> None:
     turn = parse(headers, client_metadata=client).turn
     assert (turn.agent, turn.purpose) == (agent, purpose)

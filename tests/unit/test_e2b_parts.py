@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.sandboxes.e2b.errors import Step, classify
+from headrace.sandboxes.e2b.errors import SdkOperation, classify
 from headrace.sandboxes.errors import (
     BootFailed,
     BootTimeout,
@@ -130,26 +130,26 @@ def test_an_api_error_is_an_object_with_code_and_message() -> None:
 @pytest.mark.parametrize(
     ("error", "step", "kind"),
     [
-        (e2b.RateLimitException("429: slow"), Step.CREATE, RateLimited),
-        (e2b.AuthenticationException("401"), Step.CREATE, SecretRefused),
-        (e2b.NotFoundException("404"), Step.CREATE, ImageUnknown),
-        (e2b.NotFoundException("404"), Step.SANDBOX, SandboxGone),
-        (e2b.NotFoundException("404"), Step.FILE, SandboxFileError),
-        (e2b.InvalidArgumentException("bad"), Step.SANDBOX, SpecRefused),
-        (e2b.NotEnoughSpaceException("full"), Step.FILE, SandboxFileError),
-        (e2b.TimeoutException("timed out"), Step.CREATE, ProviderUnreachable),
-        (e2b.TimeoutException("deadline"), Step.SANDBOX, ExecTimeout),
-        (e2b.TimeoutException("The sandbox was not found"), Step.SANDBOX, SandboxGone),
-        (e2b.SandboxException("502: gateway"), Step.CREATE, ProviderUnreachable),
-        (e2b.SandboxException("503: gateway"), Step.SANDBOX, ProviderUnreachable),
-        (e2b.SandboxException("400: template 'x' unknown"), Step.CREATE, ImageUnknown),
-        (e2b.SandboxException("400: timeout"), Step.CREATE, SpecRefused),
-        (e2b.SandboxException("403: no"), Step.CREATE, SecretRefused),
-        (httpx.ConnectError("refused"), Step.CREATE, ProviderUnreachable),
-        (httpx.ReadTimeout("slow"), Step.FILE, ProviderUnreachable),
+        (e2b.RateLimitException("429: slow"), SdkOperation.CREATE, RateLimited),
+        (e2b.AuthenticationException("401"), SdkOperation.CREATE, SecretRefused),
+        (e2b.NotFoundException("404"), SdkOperation.CREATE, ImageUnknown),
+        (e2b.NotFoundException("404"), SdkOperation.SANDBOX, SandboxGone),
+        (e2b.NotFoundException("404"), SdkOperation.FILE, SandboxFileError),
+        (e2b.InvalidArgumentException("bad"), SdkOperation.SANDBOX, SpecRefused),
+        (e2b.NotEnoughSpaceException("full"), SdkOperation.FILE, SandboxFileError),
+        (e2b.TimeoutException("timed out"), SdkOperation.CREATE, ProviderUnreachable),
+        (e2b.TimeoutException("deadline"), SdkOperation.SANDBOX, ExecTimeout),
+        (e2b.TimeoutException("The sandbox was not found"), SdkOperation.SANDBOX, SandboxGone),
+        (e2b.SandboxException("502: gateway"), SdkOperation.CREATE, ProviderUnreachable),
+        (e2b.SandboxException("503: gateway"), SdkOperation.SANDBOX, ProviderUnreachable),
+        (e2b.SandboxException("400: template 'x' unknown"), SdkOperation.CREATE, ImageUnknown),
+        (e2b.SandboxException("400: timeout"), SdkOperation.CREATE, SpecRefused),
+        (e2b.SandboxException("403: no"), SdkOperation.CREATE, SecretRefused),
+        (httpx.ConnectError("refused"), SdkOperation.CREATE, ProviderUnreachable),
+        (httpx.ReadTimeout("slow"), SdkOperation.FILE, ProviderUnreachable),
     ],
 )
-def test_sdk_errors_map_to_typed_errors(error: Exception, step: Step, kind: type[SandboxError]) -> None:
+def test_sdk_errors_map_to_typed_errors(error: Exception, step: SdkOperation, kind: type[SandboxError]) -> None:
     found = classify(error, step)
     assert type(found) is kind
 
@@ -174,4 +174,4 @@ async def test_a_full_boot_queue_returns_a_retry_delay() -> None:
 
 
 def test_an_unknown_exception_is_not_converted() -> None:
-    assert classify(KeyError("x"), Step.CREATE) is None
+    assert classify(KeyError("x"), SdkOperation.CREATE) is None

@@ -18,11 +18,11 @@ from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.errors import InfraError, NoEngineOpen
 from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
-from headrace.serve.gateway.http.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingKey, RoutingTable
 
 A = EngineId("a")
 GATE_WAIT_S, CALL_S = 20.0, 30.0
-LINEAGE = Lineage(session=SessionId("s"))
+LINEAGE = RoutingKey(session=SessionId("s"))
 
 
 def completion(tokens: int, finish: FinishReason) -> Completion:

@@ -15,7 +15,7 @@ from headrace.buffer.primitives.circuit_breaker import BreakerState
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
-from headrace.policies.push.machine import Phase, Step
+from headrace.policies.push.machine import Phase, PushStep
 from headrace.policies.push.transfer import group_name
 
 ONE, TWO, THREE = EngineId("one"), EngineId("two"), EngineId("three")
@@ -127,8 +127,8 @@ def snapshot(folder: Path, version: PolicyVersion) -> WeightsSnapshot:
     return WeightsSnapshot(version=version, shards=(WeightsShard(path=path, sha256="0"),) * 2)
 
 
-def step(wave: int, phase: Phase, *engines: EngineId, attempt: int = 0) -> Step:
-    return Step(wave=wave, phase=phase, engines=engines, attempt=attempt)
+def step(wave: int, phase: Phase, *engines: EngineId, attempt: int = 0) -> PushStep:
+    return PushStep(wave=wave, phase=phase, engines=engines, attempt=attempt)
 
 
 def info(version: PolicyVersion, *, paused: bool) -> EngineInfo:

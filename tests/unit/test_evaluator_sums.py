@@ -12,10 +12,10 @@ from headrace.actors.evaluation.graders.functions import score_by_function
 from headrace.actors.evaluation.graders.rewards import summed, with_rewards
 from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
+    Author,
     EpisodeRecord,
     EvaluationRequest,
     EvaluatorFault,
-    Source,
     SpokenPart,
     Verdict,
     broken,
@@ -53,7 +53,7 @@ async def scored(function: str, *, timeout_s: float = 20.0, episode: EpisodeReco
 
 
 RECORD = EpisodeRecord(
-    parts=(SpokenPart(source=Source.TASK, text="do it"), SpokenPart(source=Source.POLICY, text="yes")),
+    parts=(SpokenPart(source=Author.TASK, text="do it"), SpokenPart(source=Author.POLICY, text="yes")),
     artifacts={"note": "done"},
 )
 

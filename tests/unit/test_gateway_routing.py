@@ -8,10 +8,10 @@ from headrace.buffer.trajectories.types import VersionSpan
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.capture.session import SessionId
-from headrace.serve.gateway.http.routing import EngineRoute, Lineage, Router, RoutingTable
+from headrace.serve.gateway.http.routing import EngineRoute, Router, RoutingKey, RoutingTable
 
 A, B = EngineId("a"), EngineId("b")
-ONE, TWO = Lineage(SessionId("one")), Lineage(SessionId("two"))
+ONE, TWO = RoutingKey(SessionId("one")), RoutingKey(SessionId("two"))
 
 
 def table(version: int, *engines: EngineId, refused: tuple[EngineId, ...] = ()) -> RoutingTable:
@@ -94,7 +94,7 @@ def test_in_flight_counts_return_to_zero(router: Router) -> None:
 
 
 def test_each_lineage_of_a_session_stays_with_its_engine(router: Router) -> None:
-    main, child = Lineage(ONE.session, b"main"), Lineage(ONE.session, b"child")
+    main, child = RoutingKey(ONE.session, b"main"), RoutingKey(ONE.session, b"child")
     assert router.choose(main, 0.0) == A
     router.begin(A)
     assert router.choose(child, 0.0) == B

@@ -18,8 +18,8 @@ from headrace.serve.gateway.capture.rows import Masked, SessionReport, report_of
 from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.gateway.conversation import (
     Message,
-    Purpose,
     Reasoning,
+    RequestPurpose,
     Role,
     Text,
     ToolCall,
@@ -495,7 +495,7 @@ def test_tokens_shared_by_rows_are_trained_in_the_longest_row() -> None:
     played = rig()
     first = played.turn(asks(user("a")), "one ")
     shown = (user("a"), echo(first))
-    played.turn(asks(*shown, user("Sum up"), purpose=Purpose.COMPACTION), "short")
+    played.turn(asks(*shown, user("Sum up"), purpose=RequestPurpose.COMPACTION), "short")
     second = played.turn(asks(*shown, user("b")), "two ")
     played.turn(asks(*shown, user("b"), echo(second), user("c")), "three")
     report = check(report_of(played.core))
@@ -516,7 +516,7 @@ def test_a_summary_without_tools_is_trained_but_a_title_is_not() -> None:
     played.turn(asks(say(Role.SYSTEM, "Name it."), user("go")), "A title")
     first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
     shown = (SYSTEM, user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
-    played.turn(asks(*shown, user("Summarise."), purpose=Purpose.COMPACTION), "summary")
+    played.turn(asks(*shown, user("Summarise."), purpose=RequestPurpose.COMPACTION), "summary")
     report = check(report_of(played.core))
     assert report.masked == {"side": len(b"A title") + 1}
     assert [lineage.name for lineage in report.lineages] == ["1", "2.compaction"]

@@ -14,7 +14,7 @@ from headrace.actors.cluster.runs import grants
 from headrace.actors.cluster.runs.grants import Rights
 from headrace.actors.cluster.runs.layout import ClusterTerms, config_of, create_run
 from headrace.actors.cluster.runs.quotas import Quota, Quotas, load_quotas
-from headrace.actors.cluster.runs.records import Caller, Role, Submission
+from headrace.actors.cluster.runs.records import ApiRole, Caller, Submission
 from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.sources import OWN_TABLES
@@ -34,7 +34,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "sandbox": {"provider": "simulated"},
 }
 SERVICE = {"url": "http://127.0.0.1:9"}
-OPERATE, CODE = (Caller(owner="alice", role=role, key="0123456789ab") for role in (Role.OPERATE, Role.CODE))
+OPERATE, CODE = (Caller(owner="alice", role=role, key="0123456789ab") for role in (ApiRole.OPERATE, ApiRole.CODE))
 PART = "package.parts:Part"
 TEXTS = frozenset(
     {

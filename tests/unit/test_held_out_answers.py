@@ -23,8 +23,8 @@ from headrace.actors.evaluation.graders.verdict import Verdict
 from headrace.actors.rollouts import evaluation_folders as folders_module
 from headrace.actors.rollouts.answers import Answer, AnswerLog, answer_id, plain_name, read_answers
 from headrace.actors.rollouts.evaluation_folders import (
+    AnswerRecording,
     EvaluationFolders,
-    Recording,
     conversation_lines,
     evaluation_order,
 )
@@ -235,7 +235,7 @@ def test_pass_rates_count_solved_answers_not_rewards() -> None:
 
 async def test_an_answer_recovered_from_the_ledger_keeps_its_verdict() -> None:
     order = evaluation_order("base", TaskId("t"), 0)
-    async with Recording(None, "base") as recording:
+    async with AnswerRecording(None, "base") as recording:
         for reward, solved, cause in ((-1.0, False, Cause.FAILED), (0.0, True, Cause.SOLVED)):
             known = Evaluated(attempts=1, reward=reward, solved=solved)
             recovered = recording.recover(order, known)

@@ -22,7 +22,7 @@ from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import lost_rollouts, verify
-from headrace.buffer.core.records import Action, RolloutState
+from headrace.buffer.core.records import OperatorAction, RolloutState
 from headrace.buffer.errors import LeaseError, LedgerMismatch
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.ledger.store import ReplayStore
@@ -129,7 +129,7 @@ async def test_a_drop_is_in_the_journal_and_survives_a_restart(run: Run) -> None
     await run.store.operators.drop_batch()
     await run.store.aclose()
     (entry,) = read_evidence(run.run_dir).interventions
-    assert (entry.action, entry.subject, entry.at_s) == (Action.DROP_BATCH, "b000003", 100.0)
+    assert (entry.action, entry.subject, entry.at_s) == (OperatorAction.DROP_BATCH, "b000003", 100.0)
     assert "to be trained at 1.2" in entry.detail
     run.store = await open_store(run.run_dir)
     assert run.store.status().counters["batches_dropped"] == 1
@@ -239,7 +239,7 @@ async def test_lost_rollouts_are_run_again(run: Run, state: str, loss: str) -> N
     report = verify(run.run_dir)
     assert (report.problems, report.trained, report.trained_twice) == ((), 20, 0)
     (entry,) = read_evidence(run.run_dir).interventions
-    assert (entry.action, entry.subject, entry.attempt) == (Action.RETRY_LOST, rollout_id, 1)
+    assert (entry.action, entry.subject, entry.attempt) == (OperatorAction.RETRY_LOST, rollout_id, 1)
 
 
 async def test_all_trajectories_can_be_lost(run: Run) -> None:

@@ -15,7 +15,7 @@ from headrace.buffer.tasks.datasets.facts import VALUES, facts, questions, write
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import MINIATURES
-from headrace.policies.miniatures.demonstrations import Message
+from headrace.policies.miniatures.demonstrations import DemonstrationMessage
 from headrace.policies.miniatures.fitting import FitConfig, fit
 from headrace.policies.miniatures.repairs import SWE, fenced, observed, repairs, source
 from headrace.policies.models.qwen_config import QwenConfig
@@ -92,7 +92,7 @@ async def test_the_recipe_of_repairs_cuts_the_last_prompt_of_a_whole_session(tmp
     tokenizer = ChatTokenizer(tmp_path)
 
     async def count(messages: Sequence[ChatMessage]) -> int:
-        return len(tokenizer.render([Message(role=one.role, content=one.content) for one in messages]))
+        return len(tokenizer.render([DemonstrationMessage(role=one.role, content=one.content) for one in messages]))
 
     for repair in repairs(Split.HELD_OUT)[::40]:
         context = HeadAndTail(

@@ -14,7 +14,15 @@ import orjson
 import pytest
 
 from headrace.actors.record.copies.copies import RECEIVED, NodeCopies
-from headrace.actors.record.copies.pages import Held, NodePage, Piece, is_older, number_of, older_name, series_of
+from headrace.actors.record.copies.pages import (
+    NodePage,
+    Piece,
+    ReceivedFile,
+    is_older,
+    number_of,
+    older_name,
+    series_of,
+)
 from headrace.actors.record.copies.sender import next_page
 from headrace.serve.tracing.retention import kept_files
 from support.full_disks import files_of_at_most
@@ -354,7 +362,10 @@ def test_a_whole_file_appears_only_when_it_is_complete(source: Source, here: Pat
 def test_names_outside_of_the_folders_are_refused(here: Path, name: str) -> None:
     copies = NodeCopies(here)
     piece = Piece(name, "m", 0, b"x", is_end=True)
-    for page in (NodePage(files={}, pieces=(piece,), is_end=True), NodePage(files={name: Held("m", 1)}, is_end=True)):
+    for page in (
+        NodePage(files={}, pieces=(piece,), is_end=True),
+        NodePage(files={name: ReceivedFile("m", 1)}, is_end=True),
+    ):
         with pytest.raises(ValueError, match="not the name of a file"):
             copies.apply(page)
     assert not here.exists()

@@ -6,14 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from headrace.actors.runtime.actors.nodes import Process, kill_here, started
+from headrace.actors.runtime.actors.nodes import NodeProcess, kill_here, started
 from headrace.serve.gateway.capture.coverage import Coverage
 from headrace.serve.gateway.http.gateway import GatewayStats
 
 
 def test_only_the_process_with_this_start_time_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        process = Process(node="", id=child.pid, started=started(child.pid))
+        process = NodeProcess(node="", id=child.pid, started=started(child.pid))
         assert not kill_here(replace(process, started=process.started + 1))
         assert child.poll() is None
         assert kill_here(process)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.policies.engine import EngineId
 from headrace.policies.push.compatibility import Agreement
-from headrace.policies.push.machine import GROUP_PHASES, Blame, Failure, Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push.machine import GROUP_PHASES, Blame, Failure, Phase, PushMachine, PushOutcome, PushStep
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
 GONE = Failure(blame=Blame.ENGINE, message="gone")
@@ -24,9 +24,9 @@ class End:
     is_taken: bool
 
 
-def run(machine: PushMachine, failing: dict[tuple[Phase, EngineId], Failure], end: End | None = None) -> list[Step]:
+def run(machine: PushMachine, failing: dict[tuple[Phase, EngineId], Failure], end: End | None = None) -> list[PushStep]:
     """Drive the machine; each failure happens once."""
-    steps: list[Step] = []
+    steps: list[PushStep] = []
     while step := machine.next():
         if end is not None and len(steps) == end.step:
             abandoned, end = end, None
@@ -46,7 +46,7 @@ def run(machine: PushMachine, failing: dict[tuple[Phase, EngineId], Failure], en
     return steps
 
 
-def phases(steps: list[Step], engine_id: EngineId) -> list[Phase]:
+def phases(steps: list[PushStep], engine_id: EngineId) -> list[Phase]:
     return [step.phase for step in steps if engine_id in step.engines]
 
 
@@ -189,7 +189,7 @@ def at_of(end: End | None) -> int:
 
 
 def has_all_or_nothing(
-    steps: list[Step],
+    steps: list[PushStep],
     engine_id: EngineId,
     failing: dict[tuple[Phase, EngineId], Failure],
     in_doubt: frozenset[EngineId],

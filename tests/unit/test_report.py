@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from headrace.actors.evaluation.graders.report import (
+    PytestSession,
     ReportUntrusted,
-    Session,
     excused_twins,
     missing_beside,
     named,
@@ -29,7 +29,7 @@ RUN = (
     ("collect", "u.py", "skipped"),
     ("collect", "v.py", "failed"),
 )
-SESSION = Session(must_pass=GOOD, must_fail=BAD, ended=True, records=(*RUN, *CANARIES))
+SESSION = PytestSession(must_pass=GOOD, must_fail=BAD, ended=True, records=(*RUN, *CANARIES))
 
 
 def test_passed_failed_and_skipped_tests_are_read_from_a_report() -> None:
@@ -127,7 +127,7 @@ def test_a_test_that_ran_twice_must_pass_twice() -> None:
         ([SESSION, replace(SESSION, must_pass="c" * 16)], "did not run"),
     ],
 )
-def test_invalid_reports_are_refused(sessions: list[Session], said: str) -> None:
+def test_invalid_reports_are_refused(sessions: list[PytestSession], said: str) -> None:
     with pytest.raises(ReportUntrusted, match=said):
         read_report(sessions)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.actors.services.corpus import CorpusRefused, PassageIndex, digest_of, read_passages
-from headrace.actors.services.retriever_server import RequestInvalid, parse_request
+from headrace.actors.services.retriever_server import SearchInvalid, parse_request
 from support.corpora import write_corpus
 
 
@@ -79,7 +79,7 @@ def test_a_file_without_lines_is_refused_before_it_is_read_whole(
     ],
 )
 def test_a_request_that_does_not_follow_the_contract_is_refused(body: bytes, says: str) -> None:
-    with pytest.raises(RequestInvalid, match=says):
+    with pytest.raises(SearchInvalid, match=says):
         parse_request(body)
 
 
@@ -91,7 +91,7 @@ VALUES: Any = PLAIN | st.lists(PLAIN, max_size=2)
 def test_any_document_is_a_request_or_refused(document: dict[str, Any]) -> None:
     try:
         request = parse_request(orjson.dumps(document))
-    except RequestInvalid:
+    except SearchInvalid:
         return
     assert request.queries
     assert 1 <= request.top_k <= 100

@@ -18,11 +18,11 @@ from headrace.actors.cluster.runs.records import (
     RESUMABLE,
     TRANSITIONS,
     ActualState,
+    ApiRole,
     Build,
     Caller,
     Demands,
     DesiredState,
-    Role,
     RunId,
     Submission,
 )
@@ -205,7 +205,7 @@ def test_a_resumed_run_is_the_last_in_the_queue(table: RunsTable) -> None:
 
 
 def test_only_who_sets_the_recipe_gives_a_run_rights(table: RunsTable) -> None:
-    operate, code = (Caller(owner="alice", role=role, key="k") for role in (Role.OPERATE, Role.CODE))
+    operate, code = (Caller(owner="alice", role=role, key="k") for role in (ApiRole.OPERATE, ApiRole.CODE))
     assert not table.submit(submission(), BUILD, run_id=IDS[0], now_s=1.0, caller=operate).names_code
     for caller, recipe, expected in (
         (code, None, False),

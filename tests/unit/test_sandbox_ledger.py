@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.errors import LedgerRefused
+from headrace.sandboxes.errors import SandboxLedgerRefused
 from headrace.sandboxes.linux import syscalls
 from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import (
@@ -22,9 +22,9 @@ from headrace.sandboxes.pool.ledger import (
     Entry,
     EntryState,
     HolderGone,
-    LedgerWriter,
     Renewed,
     SandboxLedger,
+    SandboxLedgerWriter,
 )
 from headrace.sandboxes.pool.pool import Pool
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
@@ -67,11 +67,11 @@ def test_the_file_is_private_to_its_owner(tmp_path: Path) -> None:
 
 def test_a_ledger_in_use_and_an_invalid_file_are_refused(tmp_path: Path) -> None:
     ledger = SandboxLedger(tmp_path)
-    with pytest.raises(LedgerRefused, match="in use"):
+    with pytest.raises(SandboxLedgerRefused, match="in use"):
         SandboxLedger(tmp_path)
     ledger.close()
     (tmp_path / FILE_NAME).write_bytes(b"no database, but long enough to be taken for one" * 100)
-    with pytest.raises(LedgerRefused, match="move it away"):
+    with pytest.raises(SandboxLedgerRefused, match="move it away"):
         SandboxLedger(tmp_path)
 
 
@@ -80,7 +80,7 @@ def test_the_error_for_a_full_disk_does_not_suggest_moving_the_ledger(tmp_path: 
     syscalls.mount("tmpfs", str(tmp_path), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=700")
     try:
         (tmp_path / "other").write_bytes(bytes(992 << 10))
-        with pytest.raises(LedgerRefused, match="repair the disk"):
+        with pytest.raises(SandboxLedgerRefused, match="repair the disk"):
             SandboxLedger(tmp_path / "sandboxes")
         (tmp_path / "other").unlink()
         SandboxLedger(tmp_path / "sandboxes").close()
@@ -107,7 +107,7 @@ async def test_concurrent_writes_share_one_transaction(tmp_path: Path) -> None:
             super().apply(changes)  # type: ignore[arg-type]
 
     ledger = Counting(tmp_path)
-    writer = LedgerWriter(ledger)
+    writer = SandboxLedgerWriter(ledger)
     running = asyncio.create_task(writer.run())
     writer.post(entry("posted"))
     await asyncio.gather(*(writer.write(entry(f"k{number}")) for number in range(50)))
@@ -136,7 +136,7 @@ os.kill(os.getpid(), 9)
 
 async def test_who_waits_for_a_write_is_told_that_it_is_durable_though_its_writer_was_cancelled(tmp_path: Path) -> None:
     ledger = SandboxLedger(tmp_path / "new")
-    writer = LedgerWriter(ledger)
+    writer = SandboxLedgerWriter(ledger)
     running = asyncio.create_task(writer.run())
     waiting = asyncio.create_task(writer.write(entry("a")))
     for _ in range(3):

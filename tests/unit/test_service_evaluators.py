@@ -19,10 +19,10 @@ from headrace.actors.evaluation.by_service.judge import judge_prompt, last_score
 from headrace.actors.evaluation.by_service.scoring import check_service_evaluators, refuse_unoffered, score_by_service
 from headrace.actors.evaluation.graders.verdict import (
     NO_SANDBOX,
+    Author,
     EpisodeRecord,
     EvaluationRequest,
     EvaluatorFault,
-    Source,
     SpokenPart,
     Verdict,
 )
@@ -42,12 +42,12 @@ from support.scripted_service import json as answer_with
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "services.md"
 RECORD = EpisodeRecord(
     parts=(
-        SpokenPart(source=Source.TASK, text="6 times 7?"),
+        SpokenPart(source=Author.TASK, text="6 times 7?"),
         SpokenPart(
-            source=Source.POLICY, text="Let me see.", calls=(ChatCall(id="1", name="run", arguments='{"a": 1}'),)
+            source=Author.POLICY, text="Let me see.", calls=(ChatCall(id="1", name="run", arguments='{"a": 1}'),)
         ),
-        SpokenPart(source=Source.ENVIRONMENT, text="a lone \ud800 surrogate"),
-        SpokenPart(source=Source.POLICY, text="42"),
+        SpokenPart(source=Author.ENVIRONMENT, text="a lone \ud800 surrogate"),
+        SpokenPart(source=Author.POLICY, text="42"),
     ),
     artifacts={"note": "done"},
 )
@@ -278,7 +278,7 @@ def test_the_prompt_has_borders_that_the_agent_cannot_write() -> None:
 
 
 def test_text_of_the_agent_is_not_a_template() -> None:
-    episode = EpisodeRecord(parts=(SpokenPart(source=Source.POLICY, text="{{ expected }}"),))
+    episode = EpisodeRecord(parts=(SpokenPart(source=Author.POLICY, text="{{ expected }}"),))
     assert "{{ expected }}" in prompt_of(episode=episode)
 
 

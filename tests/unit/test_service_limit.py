@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.actors.services.calls import CallLimit, Slots
+from headrace.actors.services.calls import CallLimit, CallSlots
 
 
 def full(limit: CallLimit) -> None:
@@ -14,7 +14,7 @@ def full(limit: CallLimit) -> None:
         limit.begin()
 
 
-async def until_waiting(slots: Slots, number: int) -> None:
+async def until_waiting(slots: CallSlots, number: int) -> None:
     """Let the other tasks run until so many of them wait."""
     for _ in range(100):
         if slots.waiting == number:
@@ -66,7 +66,7 @@ def test_the_limit_stays_within_its_bounds() -> None:
 
 async def test_slots_are_given_in_order_and_a_cancelled_caller_loses_none() -> None:
     limit = CallLimit(least=1, most=1)
-    slots, order = Slots(limit), list[int]()
+    slots, order = CallSlots(limit), list[int]()
     leave = asyncio.Event()
 
     async def call(number: int) -> None:
@@ -85,7 +85,7 @@ async def test_slots_are_given_in_order_and_a_cancelled_caller_loses_none() -> N
 
 async def test_a_caller_that_is_cancelled_with_its_slot_just_given_returns_it() -> None:
     limit = CallLimit(least=1, most=1)
-    slots = Slots(limit)
+    slots = CallSlots(limit)
     async with slots.slot():
         waiting = asyncio.create_task(slots.slot().__aenter__())
         await until_waiting(slots, 1)

@@ -12,7 +12,7 @@ import pytest
 from headrace.buffer.tasks.datasets.rows import RowRefused
 from headrace.buffer.tasks.datasets.swe import SweEnvironment, read_repositories, task_of
 from headrace.buffer.tasks.evaluators import RepositoryEvaluator
-from headrace.buffer.tasks.repositories import Command, Script, Swepro, TestIds
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, Swepro, TestIds
 from headrace.buffer.tasks.task import load_tasks, write_tasks
 from support.conversions import split
 
@@ -79,7 +79,7 @@ def test_eval_cmd_and_pre_commands_become_grader_and_preparation(folder: Path) -
     row = wrapped(eval_cmd="python -m pytest -q tests", pre_commands="git checkout x -f\\npip list")
     repository = task_of(row, ENVIRONMENT, folder).evaluator.repository
     assert repository is not None
-    assert repository.grader == Command(command="python -m pytest -q tests")
+    assert repository.grader == EvalCommand(command="python -m pytest -q tests")
     assert (repository.workdir, repository.prepare) == ("/workspace/calc", ("git checkout x -f\npip list",))
 
 
@@ -87,7 +87,7 @@ def test_a_fail_to_pass_script_becomes_a_grader(folder: Path) -> None:
     row = wrapped(remote_env_info={"f2p_script": "import pytest", "pre_commands": ["true", "false"]})
     repository = task_of(row, ENVIRONMENT, folder).evaluator.repository
     assert repository is not None
-    assert (repository.grader, repository.prepare) == (Script(script="import pytest"), ("true\nfalse",))
+    assert (repository.grader, repository.prepare) == (EvalScript(script="import pytest"), ("true\nfalse",))
 
 
 def test_swepro_takes_precedence_and_its_scripts_are_read(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, combinations, problems
-from headrace.policies.learners.warm_start import Demonstrator, WarmStartConfig, warm_start
+from headrace.policies.learners.warm_start import NoisyDemonstrator, WarmStartConfig, warm_start
 from headrace.policies.miniatures.fitting import learning_rate_at
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
@@ -45,7 +45,7 @@ def test_the_policy_acts_on_what_it_read(kind: Kind) -> None:
     model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     solved = []
     for problem in [problem for problem in problems(0, 32, Split.HELD_OUT) if problem.kind is kind]:
-        demonstration = Demonstrator(WarmStartConfig(), tokenizer).spell(
+        demonstration = NoisyDemonstrator(WarmStartConfig(), tokenizer).spell(
             problem, problem.look, problem.shown, problem.act(problem.finding)
         )
         tokens = torch.tensor([demonstration.tokens])
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
 
 def test_demonstrations_train_only_the_policys_tokens_and_no_held_out_tasks() -> None:
     tokenizer = ChatTokenizer(MODEL)
-    demonstrator = Demonstrator(WarmStartConfig(), tokenizer)
+    demonstrator = NoisyDemonstrator(WarmStartConfig(), tokenizer)
     held_out = {
         demonstrator.spell(problem, problem.look, problem.shown, problem.act(problem.finding)).tokens
         for kind in Kind

@@ -13,7 +13,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulation.tuning.duration_fit import fit
 from headrace.actors.simulation.tuning.mixed_model import fit_mixed
-from headrace.actors.simulation.tuning.records import LEAST_FINISHED, Observation, Recording
+from headrace.actors.simulation.tuning.records import LEAST_FINISHED, AttemptDuration, Recording
 from headrace.actors.telemetry.slow.survival import Lognormal, SurvivalCurve
 
 GROUP = 8
@@ -22,11 +22,11 @@ TRUTH = DurationsConfig(
 )
 
 
-def recorded(observations: Iterable[Observation]) -> Recording:
+def recorded(observations: Iterable[AttemptDuration]) -> Recording:
     return Recording(source="test", observations=tuple(observations))
 
 
-def drawn(truth: DurationsConfig, *, tasks: int, censor_s: float, seed: int = 1) -> list[Observation]:
+def drawn(truth: DurationsConfig, *, tasks: int, censor_s: float, seed: int = 1) -> list[AttemptDuration]:
     """Attempts of which those that reach an exponential clock of mean `censor_s` are unfinished."""
     durations, chance = Durations(truth, seed=seed), random.Random(seed)
     observations = []
@@ -37,7 +37,7 @@ def drawn(truth: DurationsConfig, *, tasks: int, censor_s: float, seed: int = 1)
             duration_s = durations.draw_s(f"{task} {attempt}", task=str(task), solved=solved)
             ended = duration_s <= clock_s
             observations.append(
-                Observation(
+                AttemptDuration(
                     task=str(task),
                     seconds=min(duration_s, clock_s),
                     finished=ended,
@@ -132,7 +132,7 @@ def test_a_fit_does_not_depend_on_the_order_of_attempts() -> None:
 
 def test_success_rates_shrink_towards_the_mean() -> None:
     observations = [
-        Observation(task=task, seconds=1.0 + number / 100, solved=task == "easy")
+        AttemptDuration(task=task, seconds=1.0 + number / 100, solved=task == "easy")
         for task in ("easy", "hard")
         for number in range(20)
     ]
@@ -142,7 +142,9 @@ def test_success_rates_shrink_towards_the_mean() -> None:
 
 
 def test_too_few_attempts_are_refused() -> None:
-    observations = [Observation(task="t", seconds=1.0, finished=number < LEAST_FINISHED - 1) for number in range(99)]
+    observations = [
+        AttemptDuration(task="t", seconds=1.0, finished=number < LEAST_FINISHED - 1) for number in range(99)
+    ]
     with pytest.raises(
         ConfigError, match=rf"{LEAST_FINISHED - 1} of 99 attempts finished, but a fit needs {LEAST_FINISHED}"
     ):

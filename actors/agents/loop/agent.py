@@ -31,7 +31,7 @@ from headrace.actors.environments.environment import (
     ObservationPart,
     PartKind,
 )
-from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart
+from headrace.actors.evaluation.graders.verdict import Author, EpisodeRecord, SpokenPart
 from headrace.actors.record.files.parts import in_span
 from headrace.actors.services.chat import ChatContextExceeded, ChatMessage, ChatOptions, ChatReply
 from headrace.actors.services.templates import MarkedText, filled, filled_around
@@ -207,7 +207,7 @@ class _Conversation:
     def heard(self, reply: ChatReply, *, inline: bool) -> None:
         """Add the policy's answer."""
         self.answers += 1
-        self.parts.append(SpokenPart(source=Source.POLICY, text=reply.text, calls=reply.calls))
+        self.parts.append(SpokenPart(source=Author.POLICY, text=reply.text, calls=reply.calls))
         if inline and self.turns:
             # One message grows through the whole conversation.
             before = self.turns[-1][-1]
@@ -218,7 +218,7 @@ class _Conversation:
     def observe(self, seen: MarkedText, *, inline: bool) -> None:
         """Add an observation; `seen` is what the policy reads of it."""
         text, warnings = seen.text, seen.warnings
-        self.parts.append(SpokenPart(source=Source.ENVIRONMENT, text=text))
+        self.parts.append(SpokenPart(source=Author.ENVIRONMENT, text=text))
         turn = self.turns[-1]
         if inline:
             before = turn[-1]
@@ -235,7 +235,7 @@ class _Conversation:
 
     def record(self, end: EpisodeEnd) -> EpisodeRecord:
         """Return the record for evaluators."""
-        opening = [SpokenPart(source=Source.TASK, text=message.content) for message in self.opening]
+        opening = [SpokenPart(source=Author.TASK, text=message.content) for message in self.opening]
         return EpisodeRecord(parts=(*opening, *self.parts), artifacts=end.artifacts, verdict=end.verdict)
 
 

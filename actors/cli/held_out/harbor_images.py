@@ -18,7 +18,7 @@ from typing import Final
 from headrace.buffer.tasks.datasets.harbor import built_image
 from headrace.sandboxes.errors import ImageUnknown, SandboxError
 from headrace.sandboxes.images.build_context import store_files
-from headrace.sandboxes.images.build_steps import Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import BuildStep, Recipe, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import ImageCatalog, StoredImage
 from headrace.sandboxes.images.dockerfile import parse
@@ -83,6 +83,6 @@ async def _build(folder: Path, name: str, bases: Mapping[str, str], builder: Ima
         context = ""
         if step.kind is StepKind.COPY:
             context = await asyncio.to_thread(store_files, builder.files, environment, step.arguments[0], limits)
-        steps.append(Step(kind=step.kind, arguments=step.arguments, context=context))
+        steps.append(BuildStep(kind=step.kind, arguments=step.arguments, context=context))
     built = await builder.build(Recipe(base=bases[parsed.base], steps=tuple(steps)))
     return replace(built, name=name, source=parsed.base, start_command=parsed.start_command)

@@ -20,7 +20,7 @@ from headrace.actors.evaluation.graders.answer import score_answer
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.graders.history import prepare
 from headrace.actors.evaluation.graders.rewards import score_task
-from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, join_details, task_resources
+from headrace.actors.evaluation.graders.verdict import Author, EpisodeRecord, SpokenPart, join_details, task_resources
 from headrace.buffer.errors import TaskFileError
 from headrace.buffer.tasks.evaluators import (
     OF_EPISODES,
@@ -134,7 +134,7 @@ def check_answer(task: Task, spec: AnswerSpec) -> CheckedTask:
     """Check that each target solves a task of kind answer, and that an empty answer does not."""
 
     def score(answer: str) -> Verdict:
-        said = SpokenPart(source=Source.POLICY, text=f"<{spec.tag}>{answer}</{spec.tag}>")
+        said = SpokenPart(source=Author.POLICY, text=f"<{spec.tag}>{answer}</{spec.tag}>")
         return score_answer(spec, EpisodeRecord(parts=(said,)))
 
     empty, each = score(""), [score(target) for target in spec.targets]

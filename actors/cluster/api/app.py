@@ -25,10 +25,10 @@ from starlette.responses import Response, StreamingResponse
 from headrace.actors.cluster.api.bodies import check_query, read_content, run_id_of
 from headrace.actors.cluster.api.keys import KeyFile
 from headrace.actors.cluster.api.pages import RunPages
-from headrace.actors.cluster.api.refusals import Refusal, answer, refusal_of, refused
+from headrace.actors.cluster.api.refusals import ApiRefusal, answer, refusal_of, refused
 from headrace.actors.cluster.runs.contract import RUN, EventPage, RunsApi
 from headrace.actors.cluster.runs.operations import IDEMPOTENCY_KEY, Operation, operations_of
-from headrace.actors.cluster.runs.records import ActualState, Caller, Role, RunId, RunRecord
+from headrace.actors.cluster.runs.records import ActualState, ApiRole, Caller, RunId, RunRecord
 from headrace.actors.errors import ActorMissing, ConfigError, RunsMissing
 from headrace.actors.runtime.actors.event_stream import POLL_S, event_stream
 from headrace.actors.telemetry.page.access import digest_of
@@ -63,12 +63,12 @@ def make_app(runs: RunsApi, keys: KeyFile, secret: bytes) -> FastAPI:
 
 
 def user_of(keys: KeyFile, digest: bytes) -> Caller | None:
-    """Return the user of the key with this digest. Raises Refusal if the key file is refused now."""
+    """Return the user of the key with this digest. Raises ApiRefusal if the key file is refused now."""
     try:
         return keys.caller_of(digest)
     except ConfigError as error:
         logger.error("%s", error)
-        raise Refusal(503, "keys_refused", "the API's key file is refused: the API's log has the reason") from error
+        raise ApiRefusal(503, "keys_refused", "the API's key file is refused: the API's log has the reason") from error
 
 
 class ControlApi:
@@ -109,17 +109,19 @@ class ControlApi:
 
         return handler
 
-    def _caller(self, request: Request, role: Role) -> Caller:
-        """Return the user of the request's key. Raises Refusal."""
+    def _caller(self, request: Request, role: ApiRole) -> Caller:
+        """Return the user of the request's key. Raises ApiRefusal."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Refusal(401, "key_missing", "send the header `Authorization: Bearer KEY`")
+            raise ApiRefusal(401, "key_missing", "send the header `Authorization: Bearer KEY`")
         caller = user_of(self._keys, digest_of(key.strip()))
         if caller is None:
-            raise Refusal(401, "key_wrong", "the key is unknown: ask the operator of this cluster for one")
+            raise ApiRefusal(401, "key_wrong", "the key is unknown: ask the operator of this cluster for one")
         if caller.role < role:
             needed = role.name.lower()
-            raise Refusal(403, "role_too_small", f"the key has the role {caller.role.name.lower()}: {needed} is needed")
+            raise ApiRefusal(
+                403, "role_too_small", f"the key has the role {caller.role.name.lower()}: {needed} is needed"
+            )
         return caller
 
     async def _operate(self, operation: Operation, request: Request) -> Response:
@@ -131,11 +133,11 @@ class ControlApi:
         if IDEMPOTENCY_KEY in operation.parameters:
             if not (key := request.headers.get("idempotency-key", "")):
                 hint = "send a header Idempotency-Key, such as a UUID, for each run"
-                raise Refusal(400, "idempotency_key_missing", hint)
+                raise ApiRefusal(400, "idempotency_key_missing", hint)
             arguments[IDEMPOTENCY_KEY] = key
         try:
             content = await read_content(request, operation)
-        except Refusal:
+        except ApiRefusal:
             # A run that does not exist for this caller is answered as that, whatever the request contains.
             if "run_id" in arguments:
                 await self._visible(arguments["run_id"], caller)
@@ -172,17 +174,17 @@ class ControlApi:
         """Answer whether the service of runs answers, and with `?run=` whether that run gets on."""
         check_query(request, "run")
         if not (run := request.query_params.get("run", "")):
-            await self._perform("runs", Caller(owner="", role=Role.READ), {})
+            await self._perform("runs", Caller(owner="", role=ApiRole.READ), {})
             return answer({"ready": True})
         request.path_params["run"] = run
-        caller = self._caller(request, Role.READ)
+        caller = self._caller(request, ApiRole.READ)
         readiness = await self._perform("ready", caller, {"run_id": run_id_of(request)})
         return answer({"ready": readiness.is_ready, **asdict(readiness)}, 200 if readiness.is_ready else 503)
 
     async def _targets(self, request: Request) -> Response:
         """Answer with the pages of the runs that have a service, as Prometheus' discovery over HTTP reads them."""
         check_query(request)
-        runs: tuple[RunRecord, ...] = await self._perform("runs", self._caller(request, Role.READ), {})
+        runs: tuple[RunRecord, ...] = await self._perform("runs", self._caller(request, ApiRole.READ), {})
         below = request.url.path.removesuffix("/metrics/targets")
         labels = [
             {
@@ -196,11 +198,11 @@ class ControlApi:
         return answer([{"targets": [request.url.netloc], "labels": each} for each in labels])
 
     async def _events(self, request: Request) -> Response:
-        caller, last = self._caller(request, Role.READ), request.headers.get("last-event-id", "")
+        caller, last = self._caller(request, ApiRole.READ), request.headers.get("last-event-id", "")
         check_query(request)
         run_id = run_id_of(request)
         if not _NUMBER.fullmatch(last):
-            raise Refusal(400, "query_invalid", "Last-Event-ID must be the number of an event")
+            raise ApiRefusal(400, "query_invalid", "Last-Event-ID must be the number of an event")
         after = int(last or 0)
 
         async def next_page(after: int, wait_s: float = POLL_S) -> EventPage:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from headrace.actors.cluster.api.refusals import Refusal
+from headrace.actors.cluster.api.refusals import ApiRefusal
 from headrace.actors.cluster.runs.contract import unknown_run
 from headrace.actors.cluster.runs.operations import Operation
 from headrace.actors.cluster.runs.records import RUN_ID, RunId
@@ -28,37 +28,37 @@ MAX_DEPTH: Final = 32
 
 
 async def read_bytes(request: Request, most: int) -> bytes:
-    """Read a body of at most `most` bytes. Raises Refusal."""
+    """Read a body of at most `most` bytes. Raises ApiRefusal."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > most:
-            raise Refusal(413, "body_too_large", f"the body has more than {most >> 10} KiB: send less")
+            raise ApiRefusal(413, "body_too_large", f"the body has more than {most >> 10} KiB: send less")
         chunks.append(chunk)
     return b"".join(chunks)
 
 
 async def read_body(request: Request, model: type[BaseModel]) -> BaseModel:
-    """Read and check the body of a request; an empty one is an empty object. Raises Refusal."""
+    """Read and check the body of a request; an empty one is an empty object. Raises ApiRefusal."""
     data = await read_bytes(request, MAX_BODY_BYTES) or b"{}"
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise Refusal(400, "body_invalid", f"the body is not valid JSON: {error}") from error
+        raise ApiRefusal(400, "body_invalid", f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise Refusal(400, "body_invalid", "the body must be a JSON object")
+        raise ApiRefusal(400, "body_invalid", "the body must be a JSON object")
     if _is_deeper(document, MAX_DEPTH):
-        raise Refusal(400, "body_invalid", f"the body is nested more than {MAX_DEPTH} levels deep: flatten it")
+        raise ApiRefusal(400, "body_invalid", f"the body is nested more than {MAX_DEPTH} levels deep: flatten it")
     try:
         # From text, so that a list can be a tuple.
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise Refusal(400, "body_invalid", _problem(error)) from error
+        raise ApiRefusal(400, "body_invalid", _problem(error)) from error
 
 
 async def read_content(request: Request, operation: Operation) -> BaseModel:
-    """Read and check the query or the body of a request; what is empty in a query has its default. Raises Refusal."""
+    """Read and check the query or the body of a request; an empty query value has its default. Raises ApiRefusal."""
     if not operation.has_query:
         check_query(request)
         return await read_body(request, operation.request)
@@ -67,7 +67,7 @@ async def read_content(request: Request, operation: Operation) -> BaseModel:
     try:
         return operation.request.model_validate_strings(given)
     except ValidationError as error:
-        raise Refusal(400, "query_invalid", _problem(error)) from error
+        raise ApiRefusal(400, "query_invalid", _problem(error)) from error
 
 
 def _is_deeper(document: Any, levels: int) -> bool:
@@ -98,12 +98,12 @@ def run_id_of(request: Request) -> RunId:
 
 
 def check_query(request: Request, *known: str) -> None:
-    """Raise Refusal for an unknown or repeated query parameter."""
+    """Raise ApiRefusal for an unknown or repeated query parameter."""
     names = [name for name, _ in request.query_params.multi_items()]
     for name in names:
         if name not in known:
-            raise Refusal(
+            raise ApiRefusal(
                 400, "query_invalid", f"unknown query parameter {name[:64]!r}: known are {', '.join(known) or 'none'}"
             )
         if names.count(name) > 1:
-            raise Refusal(400, "query_invalid", f"the query parameter {name} came twice: keep one")
+            raise ApiRefusal(400, "query_invalid", f"the query parameter {name} came twice: keep one")

@@ -16,7 +16,7 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Final
 
-from headrace.actors.cluster.runs.records import Caller, Role
+from headrace.actors.cluster.runs.records import ApiRole, Caller
 from headrace.actors.cluster.runs.table import NAME
 from headrace.actors.errors import ConfigError
 
@@ -76,12 +76,12 @@ def _parsed(data: bytes, path: Path) -> dict[bytes, Caller]:
             raise ConfigError(
                 f"{where}: must be `SHA256 ROLE OWNER`, with the SHA-256 of the key in 64 small hex digits"
             )
-        if parts[1].upper() not in Role.__members__ or not parts[1].islower():
+        if parts[1].upper() not in ApiRole.__members__ or not parts[1].islower():
             raise ConfigError(f"{where}: the role must be read, operate, code or admin")
         digest = bytes.fromhex(parts[0])
         if digest in callers:
             raise ConfigError(f"{where}: duplicate key; keep one line of it")
-        callers[digest] = Caller(owner=parts[2], role=Role[parts[1].upper()], key=parts[0][:_SHOWN_DIGITS])
+        callers[digest] = Caller(owner=parts[2], role=ApiRole[parts[1].upper()], key=parts[0][:_SHOWN_DIGITS])
     if not callers:
         raise ConfigError(f"key file {path} has no keys; add lines of the form `SHA256 ROLE OWNER`")
     return callers

@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl
 from starlette.responses import RedirectResponse, Response
 
 from headrace.actors.cluster.api.bodies import read_bytes, run_id_of
-from headrace.actors.cluster.api.refusals import Refusal
-from headrace.actors.cluster.runs.records import Caller, Role, RunId
+from headrace.actors.cluster.api.refusals import ApiRefusal
+from headrace.actors.cluster.runs.records import ApiRole, Caller, RunId
 from headrace.actors.telemetry.page.access import Door, PageAnswer, Secret, local_path
 from headrace.actors.telemetry.page.page_processes import PageRequest
 
@@ -49,7 +49,7 @@ class RunPages:
         *,
         secret: bytes,
         user_of: Callable[[bytes], Caller | None],
-        identify: Callable[[Request, Role], Caller],
+        identify: Callable[[Request, ApiRole], Caller],
         visible: Visible,
         ask: Ask,
     ) -> None:
@@ -65,13 +65,13 @@ class RunPages:
         path = str(request.path_params["path"])
         if path.startswith(STATIC):
             if (file := self._door.file(path.removeprefix(STATIC), request.headers.get("if-none-match"))) is None:
-                raise Refusal(404, "route_unknown", "the page has no such file")
+                raise ApiRefusal(404, "route_unknown", "the page has no such file")
             return _response(file)
         keyed = "authorization" in request.headers
         caller = None if keyed else self._door.user_of_cookie(request.cookies, request.headers.get("host", ""))
         if caller is None and not keyed and "text/html" in request.headers.get("accept", ""):
             return _response(self._door.form(local_path(request.url.path)))
-        caller = caller or self._identify(request, Role.READ)
+        caller = caller or self._identify(request, ApiRole.READ)
         run_id = await self._visible(run_id_of(request), caller)
         headers = {name: request.headers[name] for name in ASKED if name in request.headers}
         return _response(await self._ask(run_id, PageRequest(path=path, query=request.url.query, headers=headers)))

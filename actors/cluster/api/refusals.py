@@ -52,7 +52,7 @@ CODES: Final[tuple[tuple[type[Exception], int, str], ...]] = (
 """Status and code of each error; the first class that fits counts."""
 
 
-class Refusal(Exception):
+class ApiRefusal(Exception):
     """A request that the API refuses by itself."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -76,7 +76,7 @@ def refused(status: int, code: str, message: str) -> Response:
 
 def refusal_of(error: Exception) -> Response:
     """Return the answer for an error of a handler."""
-    if isinstance(error, Refusal):
+    if isinstance(error, ApiRefusal):
         return refused(error.status, error.code, error.message)
     if isinstance(error, (ActorLost, ActorGone, TimeoutError)):
         return refused(503, "runs_away", "the service of runs does not answer at present: try again")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.actors.errors import CannotBePlaced, ConfigError
-from headrace.actors.runtime.actors.nodes import ROLE_LABEL, Bundle, Role
+from headrace.actors.runtime.actors.nodes import ROLE_LABEL, Bundle, NodeRole
 from headrace.policies.processes.engine_keys import is_loopback
 
 MOST_CLOCK_OFFSET_S: Final = 5.0
@@ -60,7 +60,7 @@ class Versions:
     python: str
 
 
-def refuse_absent_roles(nodes: Sequence[Node], labels: Mapping[Role, str]) -> None:
+def refuse_absent_roles(nodes: Sequence[Node], labels: Mapping[NodeRole, str]) -> None:
     """Raise CannotBePlaced unless every role has a node, and the role `control` exactly one."""
     for role, label in labels.items():
         found = [node for node in nodes if node.role == label]
@@ -70,7 +70,7 @@ def refuse_absent_roles(nodes: Sequence[Node], labels: Mapping[Role, str]) -> No
                 f"no node has the label {ROLE_LABEL}={label}, which the role {role} needs (the nodes have: {known}): "
                 f"start one with `ray start --labels {ROLE_LABEL}={label}`, or set cluster.roles.{role}"
             )
-        if role is Role.CONTROL and len(found) > 1:
+        if role is NodeRole.CONTROL and len(found) > 1:
             addresses = ", ".join(node.address for node in found)
             raise CannotBePlaced(
                 f"{len(found)} nodes have the label {ROLE_LABEL}={label} ({addresses}): the state of the runs is on "
@@ -78,7 +78,7 @@ def refuse_absent_roles(nodes: Sequence[Node], labels: Mapping[Role, str]) -> No
             )
 
 
-def refuse_too_large(nodes: Sequence[Node], labels: Mapping[Role, str], bundles: Mapping[str, Bundle]) -> None:
+def refuse_too_large(nodes: Sequence[Node], labels: Mapping[NodeRole, str], bundles: Mapping[str, Bundle]) -> None:
     """Raise CannotBePlaced if a bundle (by its name) is larger than every node of its role, in total resources."""
     for name, bundle in bundles.items():
         label = labels[bundle.role]

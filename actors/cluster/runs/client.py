@@ -22,7 +22,7 @@ from headrace.actors.cluster.runs.records import RAY_USER, RunEvent, RunId, RunR
 from headrace.actors.cluster.runs.runs import Runs
 from headrace.actors.errors import ActorMissing, RunsMissing
 from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection
-from headrace.actors.runtime.actors.nodes import NAMESPACE, Role
+from headrace.actors.runtime.actors.nodes import NAMESPACE, NodeRole
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.runtime.version import RUNNING
@@ -42,11 +42,11 @@ async def start_runs(section: ClusterSection, *, quotas: Path | None = None) -> 
     there. Raises CannotBePlaced, StartFailed, RunRefused if this process has another version than the control node, and
     errors of its table."""
     terms = ClusterTerms.of(section)
-    refuse_absent_roles(await living_nodes(), {Role.CONTROL: terms.roles.control})
+    refuse_absent_roles(await living_nodes(), {NodeRole.CONTROL: terms.roles.control})
     runtime = RayRuntime(
         namespace=NAMESPACE, roles=terms.roles.labels(), absent_s=CLUSTER_ABSENT_S, logs=terms.log_terms()
     )
-    runs = await runtime.spawn(Runs, terms, quotas=quotas, name=ACTOR_NAME, resources=section.on(Role.CONTROL))
+    runs = await runtime.spawn(Runs, terms, quotas=quotas, name=ACTOR_NAME, resources=section.on(NodeRole.CONTROL))
     # An actor of another version ends its process, and its successor answers.
     await until_back(lambda: runs.renew(RUNNING), deadline_s=PATIENCE_S)
     return runs

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, Literal, P
 from pydantic import Field
 
 from headrace.actors.cluster.runs.operations import operation
-from headrace.actors.cluster.runs.records import Caller, Recipe, Role, RunEvent, RunId, RunRecord
+from headrace.actors.cluster.runs.records import ApiRole, Caller, Recipe, RunEvent, RunId, RunRecord
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.errors import RunUnknown
 from headrace.actors.run.node_drain import RunLeft
@@ -121,53 +121,53 @@ class RunsApi(Protocol):
         method raises."""
         ...
 
-    @operation("POST", "/v1/runs", Role.OPERATE, status=201)
+    @operation("POST", "/v1/runs", ApiRole.OPERATE, status=201)
     async def submit(self, caller: Caller, name: Name, recipe: Recipe, idempotency_key: str) -> RunRecord:
         """Add a run of the caller's, or return the one that the same submission added before. Raises ConfigError,
         RoleTooSmall for what the caller's recipes may not name, SubmissionConflict, RunRefused if the owner has a live
         run of this name, QuotaExceeded if it could never start, and CannotBePlaced if no node has what it needs."""
         ...
 
-    @operation("GET", "/v1/runs", Role.READ, key="runs")
+    @operation("GET", "/v1/runs", ApiRole.READ, key="runs")
     async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
         """Return the runs of the caller, or of all owners for an admin, in the order of the queue."""
         ...
 
-    @operation("GET", RUN, Role.READ)
+    @operation("GET", RUN, ApiRole.READ)
     async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Return one run."""
         ...
 
-    @operation("POST", f"{RUN}/drain", Role.OPERATE)
+    @operation("POST", f"{RUN}/drain", ApiRole.OPERATE)
     async def drain(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Let the run save a checkpoint and end. Returns at once. Raises RunRefused if it is being stopped."""
         ...
 
-    @operation("POST", f"{RUN}/stop", Role.OPERATE)
+    @operation("POST", f"{RUN}/stop", ApiRole.OPERATE)
     async def stop(self, caller: Caller, run_id: RunId) -> RunRecord:
         """End the run. Returns at once."""
         ...
 
     # After a lost answer, a second request would find a live run and be refused.
-    @operation("POST", f"{RUN}/resume", Role.OPERATE, repeatable=False)
+    @operation("POST", f"{RUN}/resume", ApiRole.OPERATE, repeatable=False)
     async def resume(self, caller: Caller, run_id: RunId, changes: Changes = ()) -> RunRecord:
         """Queue an ended run again, with changed keys (`table.key=value`). Raises RunRefused if it is live or finished,
         ConfigError for a key that may not change, and RoleTooSmall if the caller could not submit the changed
         recipe."""
         ...
 
-    @operation("POST", f"{RUN}/upgrade", Role.OPERATE)
+    @operation("POST", f"{RUN}/upgrade", ApiRole.OPERATE)
     async def upgrade(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Let a live run save a checkpoint, end, and start again under what is installed. Returns at once. Raises
         RunRefused if it has ended, or is being drained or stopped."""
         ...
 
-    @operation("GET", "/v1/nodes", Role.ADMIN, key="nodes")
+    @operation("GET", "/v1/nodes", ApiRole.ADMIN, key="nodes")
     async def nodes(self, caller: Caller) -> tuple[NodeStatus, ...]:
         """Return the living nodes."""
         ...
 
-    @operation("POST", "/v1/nodes/{node}/drain", Role.ADMIN, answer_s=LEAVE_S)
+    @operation("POST", "/v1/nodes/{node}/drain", ApiRole.ADMIN, answer_s=LEAVE_S)
     async def drain_node(
         self, caller: Caller, node: str, deadline_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
     ) -> NodeDrained:
@@ -180,12 +180,12 @@ class RunsApi(Protocol):
         """Return the events after number `after`, as soon as there is one, the run has ended, or the time is over."""
         ...
 
-    @operation("GET", f"{RUN}/status", Role.READ)
+    @operation("GET", f"{RUN}/status", ApiRole.READ)
     async def status(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace status --json`."""
         ...
 
-    @operation("GET", f"{RUN}/report", Role.READ, answer_s=40.0)
+    @operation("GET", f"{RUN}/report", ApiRole.READ, answer_s=40.0)
     async def report(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace report --json`."""
         ...
@@ -194,12 +194,12 @@ class RunsApi(Protocol):
         """Return the answer of the run's page. Raises RunRefused if it has none, or if it does not answer."""
         ...
 
-    @operation("GET", f"{RUN}/engines", Role.READ, key="engines")
+    @operation("GET", f"{RUN}/engines", ApiRole.READ, key="engines")
     async def engines(self, caller: Caller, run_id: RunId) -> tuple[EngineStatus, ...]:
         """Return the engines of the run."""
         ...
 
-    @operation("POST", f"{RUN}/engines", Role.OPERATE)
+    @operation("POST", f"{RUN}/engines", ApiRole.OPERATE)
     async def add_engine(
         self, caller: Caller, run_id: RunId, url: Url, timeout_s: Annotated[float, Field(ge=1, le=600)] = 120.0
     ) -> EngineChange:
@@ -207,24 +207,24 @@ class RunsApi(Protocol):
         the recipe. Raises RoleTooSmall, RunRefused if the run is not live, and EngineGroupError."""
         ...
 
-    @operation("DELETE", f"{RUN}/engines/{{engine}}", Role.OPERATE)
+    @operation("DELETE", f"{RUN}/engines/{{engine}}", ApiRole.OPERATE)
     async def remove_engine(
         self, caller: Caller, run_id: RunId, engine_id: str, timeout_s: Annotated[float, Field(ge=0, le=600)] = 120.0
     ) -> EngineChange:
         """Remove an engine from a live run. Raises RunRefused if the run is not live, and EngineGroupError."""
         ...
 
-    @operation("POST", f"{RUN}/take", Role.OPERATE, body=Take)
-    @operation("POST", f"{RUN}/commit", Role.OPERATE, body=Commit, answer_s=_TRAINER_S)
-    @operation("POST", f"{RUN}/release", Role.OPERATE, body=Release, answer_s=_TRAINER_S)
-    @operation("POST", f"{RUN}/weights", Role.OPERATE, body=Weights, answer_s=_TRAINER_S)
+    @operation("POST", f"{RUN}/take", ApiRole.OPERATE, body=Take)
+    @operation("POST", f"{RUN}/commit", ApiRole.OPERATE, body=Commit, answer_s=_TRAINER_S)
+    @operation("POST", f"{RUN}/release", ApiRole.OPERATE, body=Release, answer_s=_TRAINER_S)
+    @operation("POST", f"{RUN}/weights", ApiRole.OPERATE, body=Weights, answer_s=_TRAINER_S)
     async def trainer(self, caller: Caller, run_id: RunId, call: TrainerCall) -> bytes:
         """Return the JSON answer of the run's learner to the user's trainer, whose question for an order may wait.
         Raises RoleTooSmall for weights in a folder that the caller may not name, RunRefused if the run is not live or
         trains by itself, LeaseLost, TrainerRefused, ModelInvalid, and ActorLost while the learner starts."""
         ...
 
-    @operation("GET", f"{RUN}/logs", Role.READ)
+    @operation("GET", f"{RUN}/logs", ApiRole.READ)
     async def logs(
         self,
         caller: Caller,

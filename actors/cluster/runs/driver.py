@@ -38,7 +38,7 @@ from headrace.actors.run.parts import recipe_digest
 from headrace.actors.run.resume import ResumePreparation
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.call_guard import keep_running
-from headrace.actors.runtime.actors.nodes import Process, Role, kill_here, this_process
+from headrace.actors.runtime.actors.nodes import NodeProcess, NodeRole, kill_here, this_process
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime, namespace_of
 from headrace.actors.runtime.version import RUNNING
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class TryOutcome:
     """How a try of a run ended. Only a transient failure may be followed by another try."""
 
     state: ActualState
@@ -93,10 +93,10 @@ def restore_marked(directory: RunDirectory, say: Callable[[str], object]) -> Non
     (directory.path / TO_RESTORE).unlink()
 
 
-def ended_by(error: Exception) -> Ending:
+def ended_by(error: Exception) -> TryOutcome:
     """Return the ending of a try that failed with this error."""
     code, reason = exit_code_of_run(error), f"{type(error).__name__}: {error}"
-    return Ending(state=ActualState.FAILED, exit_code=code, reason=reason, is_transient=code == EXIT_TRANSIENT)
+    return TryOutcome(state=ActualState.FAILED, exit_code=code, reason=reason, is_transient=code == EXIT_TRANSIENT)
 
 
 class RunDriver:
@@ -120,7 +120,7 @@ class RunDriver:
         self._moved = moved
         self._collect = collect
         self._service: Service | None = None
-        self._own: list[Process] = []
+        self._own: list[NodeProcess] = []
         self._absences = Absences(directory.path / OF_THE_DRIVER)
         self._runtime = RayRuntime(
             namespace=namespace_of(run_id),
@@ -129,7 +129,7 @@ class RunDriver:
             logs=LogTerms(run_id=run_id, folder=directory.logs, retention=config.retention, json_stderr=True),
         )
 
-    async def drive(self) -> Ending:
+    async def drive(self) -> TryOutcome:
         """Drive the run until it has ended, and remove what it had on the cluster. Errors of the run are part of the
         result."""
         began_s = time.time()
@@ -152,7 +152,7 @@ class RunDriver:
         telemetry = self._config.telemetry
         if telemetry.otlp_endpoint is None:
             return
-        without_page, control = telemetry.model_copy(update={"page": None}), self._config.cluster.on(Role.CONTROL)
+        without_page, control = telemetry.model_copy(update={"page": None}), self._config.cluster.on(NodeRole.CONTROL)
         try:
             async with asyncio.timeout(LAST_TRACES_S):
                 observer = await self._runtime.spawn(
@@ -165,7 +165,7 @@ class RunDriver:
         except (ActorError, TimeoutError):
             logger.warning(NOT_SENT, self._directory.path, telemetry.otlp_endpoint)
 
-    async def _try(self) -> Ending:
+    async def _try(self) -> TryOutcome:
         try:
             return await self._fenced()
         except Exception as group:
@@ -193,7 +193,7 @@ class RunDriver:
                 return
             await asyncio.sleep(SPACE_S)
 
-    async def _fenced(self) -> Ending:
+    async def _fenced(self) -> TryOutcome:
         """Run as the newest incarnation of the run; end what it started, and then the incarnation. Raises RunFenced,
         StorageLost, and the error that ended the run."""
         held = self._directory.path / INCARNATION
@@ -209,7 +209,7 @@ class RunDriver:
         await incarnation.end()
         return ending
 
-    async def _until_stopped(self) -> Ending:
+    async def _until_stopped(self) -> TryOutcome:
         async with asyncio.TaskGroup() as tasks:
             trying = tasks.create_task(self._completed())
             stopping = tasks.create_task(self._wishes.stopped.wait())
@@ -218,10 +218,10 @@ class RunDriver:
             if not trying.done():
                 trying.cancel()
         if trying.cancelled():
-            return Ending(state=ActualState.STOPPED, exit_code=EXIT_DRAINED)
+            return TryOutcome(state=ActualState.STOPPED, exit_code=EXIT_DRAINED)
         if trying.result():
-            return Ending(state=ActualState.FINISHED, exit_code=0)
-        return Ending(state=ActualState.DRAINED, exit_code=EXIT_DRAINED)
+            return TryOutcome(state=ActualState.FINISHED, exit_code=0)
+        return TryOutcome(state=ActualState.DRAINED, exit_code=EXIT_DRAINED)
 
     async def _know_own(self) -> NoReturn:
         """Keep the list of the run's processes on this node up to date, for the day on which only signals reach
@@ -293,7 +293,7 @@ class RunDriver:
             self._directory,
             self._runtime,
             name="service",
-            resources=self._config.cluster.on(Role.CONTROL),
+            resources=self._config.cluster.on(NodeRole.CONTROL),
         )
 
     def _say(self, line: str) -> None:

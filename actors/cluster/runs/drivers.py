@@ -17,16 +17,16 @@ from typing import Final, NoReturn, Self
 
 from headrace.actors.cluster.nodes.head_watch import HeadWatch
 from headrace.actors.cluster.runs.cluster_nodes import ClusterNodes
-from headrace.actors.cluster.runs.driver import Ending, RunDriver, Wishes, ended_by
+from headrace.actors.cluster.runs.driver import RunDriver, TryOutcome, Wishes, ended_by
 from headrace.actors.cluster.runs.file_collection import EVERY_S, FileCollection
 from headrace.actors.cluster.runs.layout import build_of, reopened
 from headrace.actors.cluster.runs.quotas import next_to_start
 from headrace.actors.cluster.runs.records import (
     TRANSITIONS,
     ActualState,
+    ApiRole,
     Caller,
     DesiredState,
-    Role,
     RunId,
     RunRecord,
 )
@@ -126,7 +126,7 @@ class RunDrivers(ResourceOwner):
         try:
             directory, record = self._book.directory(run_id), self._book.table.get(run_id)
             config = await asyncio.to_thread(reopened, directory)
-            role = Role.CODE if record.names_code else Role.OPERATE
+            role = ApiRole.CODE if record.names_code else ApiRole.OPERATE
             # What the operator allows may have changed since the run was submitted.
             await asyncio.to_thread(self._book.check, record, Caller(owner=record.owner, role=role), config)
             driver = RunDriver(
@@ -154,7 +154,7 @@ class RunDrivers(ResourceOwner):
             self._book.table.renew(run_id, build, now_s=time.time())
             self._book.tell()
 
-    async def _settle(self, run_id: RunId, ending: Ending) -> None:
+    async def _settle(self, run_id: RunId, ending: TryOutcome) -> None:
         """Record how a try ended, and whether there is another one."""
         if ending.is_transient or ending.state is ActualState.DRAINED:
             if self._book.table.get(run_id).desired is DesiredState.UPGRADED:

@@ -20,7 +20,7 @@ from typing import Final
 from headrace.actors.cluster.runs.records import RunId
 from headrace.actors.errors import ActorError
 from headrace.actors.record.copies.copies import NodeCopies
-from headrace.actors.record.copies.pages import Held
+from headrace.actors.record.copies.pages import ReceivedFile
 from headrace.actors.record.files.node_copies import NODE_DIGITS, NODES
 from headrace.actors.runtime.actors.nodes import AGENT_TIMEOUT_S, NodeAgent
 
@@ -95,7 +95,7 @@ class FileCollection:
         copies: dict[RunId, NodeCopies] = {}
         for run in runs:
             copies[run] = await asyncio.to_thread(self._copies_of, run, node)
-        held: dict[str, dict[str, Held]] = {run: one.held() for run, one in copies.items()}
+        held: dict[str, dict[str, ReceivedFile]] = {run: one.held() for run, one in copies.items()}
         async with asyncio.timeout(AGENT_TIMEOUT_S):
             pages = await agent.file_pages(held, PAGE_BYTES) if runs else {}
         for run in runs:

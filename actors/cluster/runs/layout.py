@@ -34,7 +34,7 @@ from headrace.actors.run.config import RunConfig, absolute_paths, validated
 from headrace.actors.run.launch import lay_out, reopen
 from headrace.actors.run.parts import recipe_digest
 from headrace.actors.run.placement import ClusterSection, RolesSection
-from headrace.actors.runtime.actors.nodes import Bundle, Role
+from headrace.actors.runtime.actors.nodes import Bundle, NodeRole
 from headrace.actors.runtime.version import RUNNING
 from headrace.buffer.audit.evidence import has_begun
 from headrace.buffer.primitives.durable_files import replace_file
@@ -113,7 +113,7 @@ async def check_cluster(config: RunConfig) -> None:
     ours = [node for node in nodes if node.role in labels.values()]
     paths = {labels[role]: _paths(config) for role in labels}
     assert cluster.state is not None and cluster.storage is not None
-    states = {labels[Role.CONTROL]: str(cluster.state)}
+    states = {labels[NodeRole.CONTROL]: str(cluster.state)}
     for head in (node for node in nodes if node.is_head):
         refuse_open_redis(head, await open_redis(head))
     with marked(cluster.storage) as (marker, content):
@@ -168,21 +168,21 @@ def reopened(directory: RunDirectory) -> RunConfig:
     return reopen(directory.path)[0]
 
 
-def _needed(config: RunConfig) -> dict[Role, str]:
+def _needed(config: RunConfig) -> dict[NodeRole, str]:
     """Return the labels of the roles that the run has actors for."""
     labels = config.cluster.roles.labels()
     if config.engines.is_simulated or not config.engines.count:
-        del labels[Role.ENGINE]
+        del labels[NodeRole.ENGINE]
     return labels
 
 
 def _bundles(config: RunConfig) -> dict[str, Bundle]:
     cluster = config.cluster
     bundles = {"a rollout unit": cluster.unit_bundle, "the learner": cluster.learner_bundle(config.learner)}
-    if Role.ENGINE in _needed(config):
+    if NodeRole.ENGINE in _needed(config):
         gpus = config.engines.tensor_parallel if config.engines.device == "cuda" else 0
         bundles["an engine"] = Bundle(
-            role=Role.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes
+            role=NodeRole.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes
         )
     return bundles
 

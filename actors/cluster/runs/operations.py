@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
-from headrace.actors.cluster.runs.records import Role
+from headrace.actors.cluster.runs.records import ApiRole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,7 +35,7 @@ class Operation:
     function: Callable[..., Any]
     method: str
     path: str
-    role: Role
+    role: ApiRole
     key: str = ""
     status: int = 200
     repeatable: bool = True
@@ -96,7 +96,7 @@ class Operation:
         return self.answer_s + sum(float(arguments.get(name, 0.0)) for name in _WAITS)
 
 
-def operation(method: str, path: str, role: Role, **options: Any) -> Callable[[F], F]:
+def operation(method: str, path: str, role: ApiRole, **options: Any) -> Callable[[F], F]:
     """Declare an operation at its method; see `Operation` for the options."""
 
     def declared(function: F) -> F:

@@ -25,7 +25,7 @@ Recipe = Mapping[str, Mapping[str, Any]]
 """Tables of a recipe as in its TOML file, after overrides; its paths are absolute on the nodes of the cluster."""
 
 
-class Role(IntEnum):
+class ApiRole(IntEnum):
     """What a key of the control API allows; a larger role includes the smaller ones."""
 
     READ = 1
@@ -43,22 +43,22 @@ class Caller:
     """The user of a key, or of Ray's token. `key` is the beginning of the key's SHA-256, as in the key file."""
 
     owner: str
-    role: Role
+    role: ApiRole
     key: str = ""
 
     @property
     def may_name_code(self) -> bool:
-        return self.role >= Role.CODE
+        return self.role >= ApiRole.CODE
 
     def sees(self, owner: str) -> bool:
         """Return True if runs of `owner` exist for this caller."""
-        return self.role is Role.ADMIN or self.owner == owner
+        return self.role is ApiRole.ADMIN or self.owner == owner
 
     def __str__(self) -> str:
         return f"key {self.key} ({self.role.name.lower()})" if self.key else "Ray's token"
 
 
-RAY_USER: Final = Caller(owner="", role=Role.CODE)
+RAY_USER: Final = Caller(owner="", role=ApiRole.CODE)
 """Caller over Ray, of an owner whom the client names. Whoever has the token of a cluster can do everything there: the
 owner keeps users apart, and protects nothing."""
 

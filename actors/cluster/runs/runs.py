@@ -50,10 +50,10 @@ from headrace.actors.cluster.runs.quotas import refuse_oversized
 from headrace.actors.cluster.runs.records import (
     RAY_USER,
     ActualState,
+    ApiRole,
     Caller,
     DesiredState,
     Recipe,
-    Role,
     RunId,
     RunRecord,
     Submission,
@@ -215,7 +215,7 @@ class Runs(ResourceOwner, BeginsUnasked):
         if any(record.run_id == run_id for record in self._table.runs()):
             record = self._table.requeue(run_id, build, now_s=time.time(), caller=RAY_USER)
         else:
-            caller = RAY_USER if submission.names_code else replace(RAY_USER, role=Role.OPERATE)
+            caller = RAY_USER if submission.names_code else replace(RAY_USER, role=ApiRole.OPERATE)
             record = self._table.submit(submission, build, run_id=run_id, now_s=time.time(), caller=caller)
         self._table.note(run_id, "recovered from the storage", now_s=time.time())
         self._drivers.plan()
@@ -224,7 +224,7 @@ class Runs(ResourceOwner, BeginsUnasked):
     # What users ask about.
 
     async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
-        return self._table.runs(None if caller.role is Role.ADMIN else caller.owner)
+        return self._table.runs(None if caller.role is ApiRole.ADMIN else caller.owner)
 
     async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         return self._table.get(run_id)

@@ -129,7 +129,7 @@ class _Tables(TypedDict):
     users: dict[str, User]
 
 
-class Table(Generic[RecordT]):
+class _Table(Generic[RecordT]):
     """A loaded table, which is never changed."""
 
     def __init__(self, records: Mapping[str, RecordT]) -> None:
@@ -142,7 +142,7 @@ class Table(Generic[RecordT]):
 class TableView(Generic[RecordT]):
     """An episode's view of a table. Records that `get` and `items` return must not be changed."""
 
-    def __init__(self, table: Table[RecordT]) -> None:
+    def __init__(self, table: _Table[RecordT]) -> None:
         self._table = table
         self._changed: dict[str, RecordT] = {}
 
@@ -199,9 +199,9 @@ class Database:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'the tables'}: {first['msg']}") from error
-        self.orders: Table[Order] = Table(checked["orders"])
-        self.products: Table[Product] = Table(checked["products"])
-        self.users: Table[User] = Table(checked["users"])
+        self.orders: _Table[Order] = _Table(checked["orders"])
+        self.products: _Table[Product] = _Table(checked["products"])
+        self.users: _Table[User] = _Table(checked["users"])
 
     @classmethod
     def load(cls, folder: Path) -> Self:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace.actors.evaluation.graders.verdict import (
+    Author,
     EpisodeRecord,
     EvaluationRequest,
     EvaluatorFault,
-    Source,
     Verdict,
     printed,
     rewarded,
@@ -50,7 +50,7 @@ Decide how well the agent solved the task. Reason briefly, and end with \\boxed{
 """Default prompt of a judge."""
 NAMES: Final = ("instruction", "conversation", "expected", "artifacts", "lowest", "highest")
 """Names that a judge's template may use."""
-_AUTHORS: Final = {Source.TASK: "task", Source.POLICY: "agent", Source.ENVIRONMENT: "environment"}
+_AUTHORS: Final = {Author.TASK: "task", Author.POLICY: "agent", Author.ENVIRONMENT: "environment"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import string
 from collections.abc import Sequence
 from typing import Final
 
-from headrace.actors.evaluation.graders.verdict import EpisodeRecord, Source, SpokenPart, Verdict, broken
+from headrace.actors.evaluation.graders.verdict import Author, EpisodeRecord, SpokenPart, Verdict, broken
 from headrace.buffer.tasks.evaluators import AnswerSpec
 from headrace.buffer.trajectories.types import Cause
 
@@ -38,7 +38,7 @@ def score_answer(spec: AnswerSpec, episode: EpisodeRecord | None) -> Verdict:
     if is_correct:
         reward = 1.0 if is_structured else 1.0 - spec.structure
     elif is_structured:
-        passages = [f" {normalized(part.text)} " for part in episode.parts if part.source is Source.ENVIRONMENT]
+        passages = [f" {normalized(part.text)} " for part in episode.parts if part.source is Author.ENVIRONMENT]
         is_retrieved = any(f" {target} " in passage for target in targets for passage in passages)
         reward = spec.structure + (spec.retrieval if is_retrieved else 0.0)
     else:
@@ -51,13 +51,13 @@ def score_answer(spec: AnswerSpec, episode: EpisodeRecord | None) -> Verdict:
 def last_answer(tag: str, parts: Sequence[SpokenPart]) -> str | None:
     """Return the text of the last `<tag>...</tag>` in one of the policy's answers, or None."""
     pattern = re.compile(rf"<{tag}>(.*?)</{tag}>", re.DOTALL)
-    found = [text for part in parts if part.source is Source.POLICY for text in pattern.findall(part.text)]
+    found = [text for part in parts if part.source is Author.POLICY for text in pattern.findall(part.text)]
     return found[-1].strip() if found else None
 
 
 def has_structure(tag: str, parts: Sequence[SpokenPart]) -> bool:
     """Return whether the policy thought and searched in every answer but the last, which thinks and answers."""
-    said = [part.text for part in parts if part.source is Source.POLICY]
+    said = [part.text for part in parts if part.source is Author.POLICY]
     answering = re.compile(rf"{_THINK}<{tag}>(?:(?!</?{tag}>).)*</{tag}>\s*", re.DOTALL)
     return (
         bool(said) and bool(answering.fullmatch(said[-1])) and all(_SEARCH_TURN.fullmatch(text) for text in said[:-1])

@@ -23,7 +23,7 @@ class ReportUntrusted(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class PytestSession:
     """One pytest session as recorded by the monitor: the names of its canaries, and (event, id, result) records."""
 
     must_pass: str
@@ -125,7 +125,7 @@ def excused_twins(untouched: Report) -> frozenset[str]:
     return untouched.untwinned | untouched.only("passed")
 
 
-def read_report(sessions: Sequence[Session]) -> Report:
+def read_report(sessions: Sequence[PytestSession]) -> Report:
     """Validate the sessions and return their report. Raises ReportUntrusted."""
     if not sessions:
         raise ReportUntrusted("no pytest session started")
@@ -143,7 +143,7 @@ def read_report(sessions: Sequence[Session]) -> Report:
     return merge_sessions(sessions)
 
 
-def merge_sessions(sessions: Sequence[Session]) -> Report:
+def merge_sessions(sessions: Sequence[PytestSession]) -> Report:
     """Merge sessions without validation; used for unpatched code, whose tests may terminate the session."""
     results: dict[str, set[str]] = defaultdict(set)
     uncollected: dict[str, str] = {}

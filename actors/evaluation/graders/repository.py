@@ -50,7 +50,7 @@ from headrace.actors.evaluation.graders.verdict import (
 from headrace.actors.evaluation.in_sandbox import program_command
 from headrace.actors.record.files.parts import in_part
 from headrace.buffer.tasks.evaluators import RepositoryEvaluator
-from headrace.buffer.tasks.repositories import Command, RepositorySpec, Swepro, TestIds, required_ids
+from headrace.buffer.tasks.repositories import EvalCommand, RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.tasks.unified_diff import DiffRefused, parse_diff, with_last_line_end
 from headrace.buffer.trajectories.breakdown import EVALUATE_APPLY
@@ -152,7 +152,7 @@ class _Grading:
                 if missing
                 else _Passed(tuple(test_id for test_id in ids if "passed" in report.results[test_id]))
             )
-        elif isinstance(grader, Command):
+        elif isinstance(grader, EvalCommand):
             judged = await self._judge_command(outcome)
         else:
             judged = await self._judge_all(_report_of(outcome))

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headrace.actors.evaluation.graders.history import ANY_OWNER
-from headrace.actors.evaluation.graders.report import Session
+from headrace.actors.evaluation.graders.report import PytestSession
 from headrace.actors.evaluation.in_sandbox import program_command, source
 from headrace.actors.evaluation.in_sandbox.monitor import NO_USER
-from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, RepositorySpec, Swepro, TestIds, required_ids
 from headrace.sandboxes.base import Sandbox
 from headrace.sandboxes.errors import SandboxError
 
@@ -51,7 +51,7 @@ class TestRun:
     exit_code: int
     stdout: str
     stderr: str
-    sessions: tuple[Session, ...]
+    sessions: tuple[PytestSession, ...]
     intruded: bool = False
     """True if the code under test tried to start a session of its own."""
     cut: bool = False
@@ -114,7 +114,7 @@ async def run_tests(
         left = json.loads(result.stdout)
     except ValueError as error:
         raise RunBroken(f"the tests could not be run: {repository.python} printed {result.stdout[:200]!r}") from error
-    return TestRun(**{**left, "sessions": tuple(Session(**session) for session in left["sessions"])})
+    return TestRun(**{**left, "sessions": tuple(PytestSession(**session) for session in left["sessions"])})
 
 
 def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict[str, str]]:
@@ -127,11 +127,11 @@ def _command(repository: RepositorySpec, tools: _Tools) -> tuple[list[str], dict
             arguments = ["-o", f"cache_dir=/tmp/{tools.plugin}", "-q", *paths]
             text = _MAIN.format(plugin=tools.plugin, arguments=arguments)
             return [repository.python, f"{tools.folder}/main.py"], {"main.py": text}
-        case Script():
+        case EvalScript():
             # The same in every run, so that ids can be compared, but unknown to a patch.
             name = f"test_{hashlib.sha256(grader.script.encode()).hexdigest()[:16]}.py"
             return [repository.python, f"{tools.folder}/{name}"], {name: grader.script}
-        case Command():
+        case EvalCommand():
             return ["/bin/bash", "-c", grader.command], {}
         case Swepro():
             selected = ",".join(grader.selected_test_files)

@@ -48,7 +48,7 @@ class Verdict:
     """Unix time of its end; None in virtual time."""
 
 
-class Source(StrEnum):
+class Author(StrEnum):
     """Author of a part of a conversation."""
 
     TASK = "task"
@@ -63,7 +63,7 @@ class Source(StrEnum):
 class SpokenPart:
     """A piece of a conversation with its author, and the tool calls of the policy's answer."""
 
-    source: Source
+    source: Author
     text: str
     calls: tuple[ChatCall, ...] = ()
 

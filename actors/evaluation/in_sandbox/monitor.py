@@ -54,7 +54,7 @@ class Drain(threading.Thread):
                 self.left -= len(self.pieces[-1])
 
 
-class Sessions(threading.Thread):
+class _Sessions(threading.Thread):
     """Thread that sends each new session its secrets, and keeps the session's records up to a size limit."""
 
     def __init__(self, channel: socket.socket, given: dict[str, Any], command: int) -> None:
@@ -188,7 +188,7 @@ def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
     for _, write_end in pipes:
         os.close(write_end)
     drains = [Drain(pipe[0], given["max_log_bytes"]) for pipe in pipes]
-    sessions = Sessions(ours, given, process.pid)
+    sessions = _Sessions(ours, given, process.pid)
     cut = False
     try:
         code = process.wait(given["deadline_s"])

@@ -25,9 +25,9 @@ import orjson
 from headrace.actors.record.copies.pages import (
     COMPRESSED,
     NAME,
-    Held,
     NodePage,
     Piece,
+    ReceivedFile,
     is_appended,
     is_kept,
     is_older,
@@ -55,8 +55,8 @@ class NodeCopies:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: dict[str, Held] = {}
-        self._listed: dict[str, Held] = {}
+        self._held: dict[str, ReceivedFile] = {}
+        self._listed: dict[str, ReceivedFile] = {}
         """Appended files of the last settled page, by name."""
         self._complete: set[str] = set()
         """Files that do not change any more, and have been copied to their end."""
@@ -66,7 +66,7 @@ class NodeCopies:
         self._find_held(recorded)
         self._recorded = self._document()
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, ReceivedFile]:
         """Return what is held, by name."""
         return dict(self._held)
 
@@ -90,24 +90,24 @@ class NodeCopies:
             raise
         self._record()
 
-    def _recorded_before(self) -> dict[str, Held]:
+    def _recorded_before(self) -> dict[str, ReceivedFile]:
         try:
             document = orjson.loads((self._folder / RECEIVED).read_bytes())
             self.losses = Losses(**document["losses"])
-            return {name: Held(mark, size) for name, (mark, size) in document["kept"].items()}
+            return {name: ReceivedFile(mark, size) for name, (mark, size) in document["kept"].items()}
         except FileNotFoundError:
             return {}
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             logger.warning("%s is damaged (%r): files that were removed here are copied again", self._folder, error)
             return {}
 
-    def _find_held(self, known: dict[str, Held]) -> None:
+    def _find_held(self, known: dict[str, ReceivedFile]) -> None:
         """Find out what is held: from the copies themselves, and from what is known of those that are gone."""
         self._held = dict(self._on_disk(known))
         self._complete &= known.keys()
         self._held |= {name: known[name] for name in self._complete if name not in self._held}
 
-    def _on_disk(self, known: dict[str, Held]) -> Iterator[tuple[str, Held]]:
+    def _on_disk(self, known: dict[str, ReceivedFile]) -> Iterator[tuple[str, ReceivedFile]]:
         for path in sorted(self._folder.glob("*/*")):
             name = f"{path.parent.name}/{path.name}"
             if not NAME.fullmatch(name):
@@ -118,7 +118,7 @@ class NodeCopies:
                     if (whole := known.get(name)) is not None and whole.size == size:
                         yield name, whole
                 elif (mark := mark_of(name, file)) is not None:
-                    yield name, Held(mark, size)
+                    yield name, ReceivedFile(mark, size)
                 else:
                     # Less than a line, left by a kill: nobody could tell what it is the beginning of.
                     path.unlink()
@@ -172,7 +172,7 @@ class NodeCopies:
         self._held[wanted] = self._held.pop(name)
         self._complete.discard(name)
 
-    def _count(self, gone: Held) -> None:
+    def _count(self, gone: ReceivedFile) -> None:
         """Count what is missing of a file that the node does not have any more."""
         received = max((one.size for one in self._held.values() if one.mark == gone.mark), default=0)
         if received < gone.size:
@@ -208,7 +208,7 @@ class NodeCopies:
             if file.tell() != size:
                 raise OSError(f"{path} has {file.tell()} bytes and not {size}: another process has changed it")
             file.write(piece.data)
-        self._held[piece.name] = Held(piece.mark, size + len(piece.data))
+        self._held[piece.name] = ReceivedFile(piece.mark, size + len(piece.data))
 
     def _stage(self, piece: Piece) -> None:
         """Add a piece of a whole file to its staged part, which takes the file's name when it is complete."""
@@ -218,7 +218,7 @@ class NodeCopies:
             path.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(piece.data)
         elif (
-            self._held.get(piece.name) != Held(piece.mark, piece.offset)
+            self._held.get(piece.name) != ReceivedFile(piece.mark, piece.offset)
             or not part.exists()
             or part.stat().st_size < piece.offset
         ):
@@ -229,7 +229,7 @@ class NodeCopies:
             with part.open("ab") as file:
                 file.truncate(piece.offset)
                 file.write(piece.data)
-        self._held[piece.name] = Held(piece.mark, piece.offset + len(piece.data))
+        self._held[piece.name] = ReceivedFile(piece.mark, piece.offset + len(piece.data))
         self._complete.discard(piece.name)
         if piece.is_end:
             part.replace(path)

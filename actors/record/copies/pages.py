@@ -31,7 +31,7 @@ _APPENDED = re.compile(r"(?P<log>logs/.+?)(?:-(?P<n>\d{6,}))?\.jsonl|(?P<span>sp
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ReceivedFile:
     """What the receiver has of a file: the mark of the file, and the number of bytes from its beginning."""
 
     mark: str
@@ -55,7 +55,7 @@ class NodePage:
     `is_end`, there is nothing more at present. A page that is not `is_settled` was read while files were renamed:
     there may be files that it does not list."""
 
-    files: Mapping[str, Held]
+    files: Mapping[str, ReceivedFile]
     compressed: frozenset[str] = frozenset()
     pieces: tuple[Piece, ...] = ()
     is_end: bool

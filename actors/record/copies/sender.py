@@ -18,9 +18,9 @@ from headrace.actors.record.copies.pages import (
     EMPTY,
     FOLDERS,
     NAME,
-    Held,
     NodePage,
     Piece,
+    ReceivedFile,
     end_of_lines,
     is_appended,
     mark_of,
@@ -30,7 +30,7 @@ TRIES: Final = 5
 """Number of times that a page is read again because files were renamed meanwhile."""
 
 
-def next_page(folder: Path, held: Mapping[str, Held], *, limit_bytes: int) -> NodePage:
+def next_page(folder: Path, held: Mapping[str, ReceivedFile], *, limit_bytes: int) -> NodePage:
     """Return the next page of the files in a run's state folder for a receiver that holds these files, by name. Raises
     OSError if a file cannot be read."""
     if not folder.is_dir():
@@ -47,8 +47,8 @@ def next_page(folder: Path, held: Mapping[str, Held], *, limit_bytes: int) -> No
     return replace(page, is_end=False, is_settled=False)
 
 
-def _page(folder: Path, names: list[str], known: Mapping[str, Held], limit_bytes: int) -> NodePage:
-    files: dict[str, Held] = {}
+def _page(folder: Path, names: list[str], known: Mapping[str, ReceivedFile], limit_bytes: int) -> NodePage:
+    files: dict[str, ReceivedFile] = {}
     pieces: list[Piece] = []
     left_bytes, is_end = limit_bytes, True
     for name in names:
@@ -59,7 +59,7 @@ def _page(folder: Path, names: list[str], known: Mapping[str, Held], limit_bytes
             have = known.get(_key(name, mark))
             if is_appended(name):
                 size = size if have is not None and have.size == size else end_of_lines(file, size)
-                files[name] = Held(mark, size)
+                files[name] = ReceivedFile(mark, size)
             offset = 0 if have is None else min(have.size, size)
             if offset == size and have is not None:
                 continue

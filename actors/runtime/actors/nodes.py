@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import psutil
 
-from headrace.actors.record.copies.pages import Held, NodePage
+from headrace.actors.record.copies.pages import NodePage, ReceivedFile
 from headrace.actors.record.copies.sender import next_page
 from headrace.sandboxes.linux.processes import parse_stat
 
@@ -44,7 +44,7 @@ AGENT_TIMEOUT_S: Final = 15.0
 """Time limit for a node's agent to answer."""
 
 
-class Role(StrEnum):
+class NodeRole(StrEnum):
     """Purpose of a node."""
 
     CONTROL = "control"
@@ -61,7 +61,7 @@ class Role(StrEnum):
 class Bundle:
     """Resources that a set of actors shares on one node with this role."""
 
-    role: Role
+    role: NodeRole
     cpus: float
     gpus: float = 0.0
     memory_bytes: int = 0
@@ -84,7 +84,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class NodeProcess:
     """A process of a node; `started` is its start time in clock ticks since the node booted."""
 
     node: str
@@ -92,12 +92,12 @@ class Process:
     started: int
 
 
-def this_process() -> Process:
+def this_process() -> NodeProcess:
     """Return this process. Its node is empty outside Ray."""
     import ray
 
     node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-    return Process(node=node, id=os.getpid(), started=_own_start(os.getpid()))
+    return NodeProcess(node=node, id=os.getpid(), started=_own_start(os.getpid()))
 
 
 @cache
@@ -119,7 +119,7 @@ def started(process_id: int) -> int:
     return parse_stat(text).started
 
 
-def kill_here(process: Process) -> bool:
+def kill_here(process: NodeProcess) -> bool:
     """Kill a process of this node by signal. Return False if it has ended."""
     try:
         # The descriptor keeps naming the process that is compared, whoever gets its id next.
@@ -162,7 +162,7 @@ class NodeAgent:
         # A page must not be read while its folder is being removed: files would seem to have made room for others.
         self._removing = threading.Lock()
 
-    async def kill(self, process: Process) -> bool:
+    async def kill(self, process: NodeProcess) -> bool:
         """Kill a process of this node. Return False if it has ended."""
         return kill_here(process)
 
@@ -179,12 +179,12 @@ class NodeAgent:
             memory_bytes=memory.total,
         )
 
-    async def file_pages(self, held: Mapping[str, Mapping[str, Held]], limit_bytes: int) -> dict[str, NodePage]:
+    async def file_pages(self, held: Mapping[str, Mapping[str, ReceivedFile]], limit_bytes: int) -> dict[str, NodePage]:
         """Return the next page of the files of runs on this node's disk, for a receiver that has these of each run, of
         at most `limit_bytes` in all. Runs without a folder here are left out. Raises OSError."""
         return await asyncio.to_thread(self._file_pages, held, limit_bytes)
 
-    def _file_pages(self, held: Mapping[str, Mapping[str, Held]], limit_bytes: int) -> dict[str, NodePage]:
+    def _file_pages(self, held: Mapping[str, Mapping[str, ReceivedFile]], limit_bytes: int) -> dict[str, NodePage]:
         with self._removing:
             runs = [run for run in self._folders() if run in held]
             # Each has its share, so that none waits for the files of another.

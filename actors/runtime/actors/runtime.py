@@ -43,8 +43,8 @@ from headrace.actors.runtime.actors.nodes import (
     NODE_LABEL,
     ROLE_LABEL,
     Bundle,
-    Process,
-    Role,
+    NodeProcess,
+    NodeRole,
     agent_name,
     kill_here,
     started,
@@ -124,7 +124,7 @@ class Resources:
     cpus: float = 0.0
     gpus: float = 0.0
     memory_bytes: int = 0
-    role: Role | None = None
+    role: NodeRole | None = None
     bundle: str = ""
     node: str = ""
     avoid: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ class Runtime(Protocol):
         """Kill the process of a hung actor; a new one is started. Idempotent."""
         ...
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[NodeProcess]:
         """Return the processes of the actors that `stats` has seen last."""
         ...
 
@@ -207,7 +207,7 @@ class InlineRuntime:
     async def restart(self, actor: object, process_id: int) -> None:
         """Do nothing: an instance in this process cannot hang on its own."""
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[NodeProcess]:
         return []
 
     async def reserve(self, name: str, bundle: Bundle) -> None:
@@ -364,7 +364,7 @@ class Host:
         """Return True if this call is running in this actor."""
         return call_id in self._running
 
-    async def stats(self, *, begin: bool) -> tuple[Process, int]:
+    async def stats(self, *, begin: bool) -> tuple[NodeProcess, int]:
         """Return the process and the number of calls received. With `begin`, start entering an instance whose context
         is not open or failed to open, without waiting for it."""
         if begin and not self._closed:
@@ -504,7 +504,7 @@ class RayRuntime:
         prefix: str = "",
         *,
         namespace: str = "",
-        roles: Mapping[Role, str] | None = None,
+        roles: Mapping[NodeRole, str] | None = None,
         absent_s: float | None = None,
         logs: LogTerms | None = None,
     ) -> None:
@@ -517,7 +517,7 @@ class RayRuntime:
         self._prefix = prefix
         self._namespace = namespace
         self._roles = roles
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, NodeProcess] = {}
         self._found: set[str] = set()
         self._bundles: dict[str, Any] = {}
 
@@ -573,7 +573,7 @@ class RayRuntime:
             self._found.add(name)
         return cast("T", ActorProxy(name, handle, namespace=self._namespace))
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[NodeProcess]:
         return list(self._processes.values())
 
     @property

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.tuning.mixed_model import MixedFit, fit_mixed
-from headrace.actors.simulation.tuning.records import Observation, Recording, refuse_thin
+from headrace.actors.simulation.tuning.records import AttemptDuration, Recording, refuse_thin
 from headrace.actors.telemetry.slow.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
 
 QUANTILES: Final = 1000
@@ -118,11 +118,11 @@ def fit(recording: Recording) -> Fit:
     )
 
 
-def _order(observation: Observation) -> tuple[str, float, bool, bool]:
+def _order(observation: AttemptDuration) -> tuple[str, float, bool, bool]:
     return (observation.task, observation.seconds, observation.finished, bool(observation.solved))
 
 
-def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> MixedFit:
+def _mixed(values: Sequence[float], observations: Sequence[AttemptDuration]) -> MixedFit:
     return fit_mixed(
         values,
         [observation.finished for observation in observations],
@@ -131,11 +131,11 @@ def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> Mixe
     )
 
 
-def _solved(observation: Observation) -> float | None:
+def _solved(observation: AttemptDuration) -> float | None:
     """Return 1 or 0, like the simulated evaluator's rewards, or None if unknown."""
     return None if observation.solved is None else float(observation.solved)
 
 
-def _solved_share(observations: Sequence[Observation]) -> float:
+def _solved_share(observations: Sequence[AttemptDuration]) -> float:
     known = [solved for solved in map(_solved, observations) if solved is not None]
     return round(fmean(known), 4) if known else 0.5

@@ -21,7 +21,7 @@ from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.launch import reopen
-from headrace.actors.simulation.tuning.records import Observation, Recording
+from headrace.actors.simulation.tuning.records import AttemptDuration, Recording
 from headrace.actors.simulation.virtual.plan import MOST_WARMUP_STEPS
 from headrace.actors.simulation.virtual.run_statistics import most_in_flight
 from headrace.buffer.audit.evidence import Evidence, read_evidence
@@ -144,7 +144,7 @@ def working_s(phases_s: Sequence[tuple[str, float]]) -> float:
     return sum(seconds for phase, seconds in phases_s[:end] if phase == "agent" or phase.startswith("service."))
 
 
-def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observation]:
+def _observations(evidence: Evidence, *, before_s: float) -> Iterator[AttemptDuration]:
     tasks = {group.group_id: group.task_id for group in evidence.groups}
     groups = {rollout.rollout_id: rollout.group_id for rollout in evidence.rollouts}
     ended_s = max(
@@ -171,4 +171,4 @@ def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observatio
                 continue
         task = str(tasks[groups[attempt.rollout_id]])
         solved = attempt.solved if finished else None
-        yield Observation(task=task, seconds=seconds, finished=finished, solved=solved)
+        yield AttemptDuration(task=task, seconds=seconds, finished=finished, solved=solved)

@@ -32,7 +32,7 @@ _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class AttemptDuration:
     """Duration of one attempt, from the start of the agent. An unfinished one took longer than `seconds`. `solved` is
     None if there is no verdict."""
 
@@ -48,7 +48,7 @@ class Recording:
     run, None without a run; `failure` is the share of attempts that ended with outcome infra."""
 
     source: str
-    observations: tuple[Observation, ...]
+    observations: tuple[AttemptDuration, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     cap_s: float = math.inf
     failure: float = 0.0
@@ -60,7 +60,7 @@ class Recording:
     """Number of rollouts that fit in the sandbox pool of the run."""
 
     @property
-    def finished(self) -> tuple[Observation, ...]:
+    def finished(self) -> tuple[AttemptDuration, ...]:
         return tuple(observation for observation in self.observations if observation.finished)
 
 
@@ -96,7 +96,7 @@ def read_traces(path: Path) -> Recording:
         finished = _boolean(path, number, "finished", row.get("finished")) is not False
         # Without names every attempt is a separate task, since nothing is known about common tasks.
         task = f"line {number}" if row.get("task") is None else str(row["task"])
-        observations.append(Observation(task=task, seconds=seconds, finished=finished, solved=solved))
+        observations.append(AttemptDuration(task=task, seconds=seconds, finished=finished, solved=solved))
     return Recording(source=str(path), observations=tuple(observations))
 
 

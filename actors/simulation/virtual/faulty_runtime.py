@@ -3,7 +3,7 @@
 Invariants:
 - Randomness comes from one seed and time from the event loop, so that a history repeats under a virtual-time loop.
 - A killed actor has no further effect: its tasks are cancelled, its calls are not delivered, its open files are closed
-  without a commit (`Incarnation.at_death`). Its callers get ActorLost; a new incarnation starts from its disk.
+  without a commit (`_Incarnation.at_death`). Its callers get ActorLost; a new incarnation starts from its disk.
 - A call whose request or answer was lost ends with ActorLost after `runtime.WATCH_S`, as over Ray.
 - Actors are restarted until `stop` is called, even when entering their context fails.
 - Arguments and results are copied, so that no two actors share an object.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime.actors.nodes import Bundle, Process
+from headrace.actors.runtime.actors.nodes import Bundle, NodeProcess
 from headrace.actors.runtime.actors.runtime import ENDING, PLAIN, WATCH_S, Resources, require_async
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 BURIAL_S = 0.001
 BURIAL_TIME_S = 1.0
 
-RUNNING: contextvars.ContextVar[Incarnation | None] = contextvars.ContextVar("headrace.incarnation", default=None)
+RUNNING: contextvars.ContextVar[_Incarnation | None] = contextvars.ContextVar("headrace.incarnation", default=None)
 """The incarnation whose code is running."""
 
 
@@ -67,7 +67,7 @@ class _Raised:
     error: Exception
 
 
-class Incarnation:
+class _Incarnation:
     """One incarnation of an actor, with the tasks and calls that end with it."""
 
     def __init__(self, cell: Cell, number: int) -> None:
@@ -133,7 +133,7 @@ class Cell:
         self.name = name
         self.make = make
         self.runtime = runtime
-        self.current: Incarnation | None = None
+        self.current: _Incarnation | None = None
         self.lives = 0
         self.stopped = False
         self.entered = asyncio.Event()
@@ -143,7 +143,7 @@ class Cell:
         """Run one incarnation after another until the actor is stopped."""
         while not self.stopped:
             self.lives += 1
-            incarnation = self.current = Incarnation(self, self.lives)
+            incarnation = self.current = _Incarnation(self, self.lives)
             life = incarnation.life = incarnation.begin(self._live(incarnation))
             await incarnation.over.wait()
             if incarnation.alive:
@@ -159,7 +159,7 @@ class Cell:
             if not self.stopped:
                 await asyncio.sleep(self.runtime.chance.expovariate(1 / self.runtime.faults.restart_s))
 
-    async def _live(self, incarnation: Incarnation) -> None:
+    async def _live(self, incarnation: _Incarnation) -> None:
         try:
             incarnation.instance = self.make()
             async with AsyncExitStack() as stack:
@@ -285,7 +285,7 @@ class FaultyRuntime:
             raise ActorLost(f"actor {cell.name} is down")
         return cell.lives, 0
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[NodeProcess]:
         return []
 
     async def reserve(self, name: str, bundle: Bundle) -> None:
@@ -383,7 +383,7 @@ class FaultyRuntime:
         return struck
 
 
-async def _execute(incarnation: Incarnation, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
+async def _execute(incarnation: _Incarnation, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
     """Execute a request. As in `runtime.Host`, a call waits until its actor has been entered."""
     args, kwargs = pickle.loads(made_of)
     try:

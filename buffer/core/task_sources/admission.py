@@ -31,7 +31,7 @@ BATCHES_READY: Final = 2
 _RUNNING: Final = (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING)
 
 
-class Admission:
+class GroupAdmission:
     """Room for new groups, by source. `cursors` are the positions in the sources' tasks, by name."""
 
     def __init__(self, state: ReplayState, config: BufferConfig, mix: Mix, cursors: Mapping[str, TaskCursor]) -> None:

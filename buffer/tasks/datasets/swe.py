@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headrace.buffer.tasks.datasets.recognition import converted
 from headrace.buffer.tasks.datasets.rows import Item, RowRefused, read_rows
 from headrace.buffer.tasks.evaluators import RepositoryEvaluator
-from headrace.buffer.tasks.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, RepositorySpec, Swepro, TestIds, why_unusable
 from headrace.buffer.tasks.task import Task, TaskId
 
 _BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")
@@ -168,7 +168,7 @@ def _repository(given: _Metadata, info: _Instance, environment: SweEnvironment, 
     )
 
 
-def _grader(given: _Metadata, info: _Instance, folder: Path) -> TestIds | Script | Command | Swepro:
+def _grader(given: _Metadata, info: _Instance, folder: Path) -> TestIds | EvalScript | EvalCommand | Swepro:
     if given.swepro is not None:
         return Swepro(
             run_script=_script(given.swepro.run_script_path, folder),
@@ -179,10 +179,10 @@ def _grader(given: _Metadata, info: _Instance, folder: Path) -> TestIds | Script
             pass_to_pass=tuple(given.swepro.pass_to_pass),
         )
     if given.eval_cmd:
-        return Command(command=given.eval_cmd)
+        return EvalCommand(command=given.eval_cmd)
     script = info.f2p_script or given.f2p_script
     if script:
-        return Script(script=script)
+        return EvalScript(script=script)
     if info.FAIL_TO_PASS is None:
         raise RowRefused("the row has no grader: add one of swepro, eval_cmd, f2p_script and FAIL_TO_PASS")
     if info.test_patch and not info.test_patch.strip():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
-from headrace.buffer.tasks.repositories import Command, TestIds
+from headrace.buffer.tasks.repositories import EvalCommand, TestIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ KNOWN_OPEN: Final = (
         why="it gets the socket of the report before any session has begun",
         repository=CheatRepository(
             name="open, eval_cmd",
-            grader=Command(command="python3 setup.py; python3 -m pytest -q -p no:cacheprovider tests"),
+            grader=EvalCommand(command="python3 setup.py; python3 -m pytest -q -p no:cacheprovider tests"),
             tests={"tests/test_calc.py": PLAIN},
             files={"setup.py": _SETUP},
         ),
@@ -276,7 +276,7 @@ KNOWN_OPEN: Final = (
         why="an eval_cmd names no files, so what it tests may be the patch's own",
         repository=CheatRepository(
             name="open, doctest",
-            grader=Command(command="python3 -m pytest -q -p no:cacheprovider --doctest-modules calc.py"),
+            grader=EvalCommand(command="python3 -m pytest -q -p no:cacheprovider --doctest-modules calc.py"),
             head=_DOCUMENTED,
         ),
         cheat=Cheat(name="", prefix='"""\n>>> mean([1, 3])\n2.0\n"""\n'),

@@ -12,7 +12,7 @@ from typing import Final
 
 from headrace.actors.evaluation.graders.patch import file_diff
 from headrace.buffer.tasks.evaluators import RepositoryEvaluator
-from headrace.buffer.tasks.repositories import Command, Grader, RepositorySpec, Script, Swepro, TestIds
+from headrace.buffer.tasks.repositories import EvalCommand, EvalScript, Grader, RepositorySpec, Swepro, TestIds
 from headrace.buffer.tasks.task import Task, TaskId
 
 REPOSITORY: Final = "/workspace/calc"
@@ -410,15 +410,15 @@ REPOSITORIES: Final = (
     CheatRepository(name="test_patch", grader=replace(_PLAIN_IDS, test_patch=_PATCHED_TESTS)),
     CheatRepository(
         name="eval_cmd",
-        grader=Command(command=f"{_PYTEST} tests -k mean && {_PYTEST} tests -k last"),
+        grader=EvalCommand(command=f"{_PYTEST} tests -k mean && {_PYTEST} tests -k last"),
         tests={"tests/test_calc.py": PLAIN + _EXPECTED},
     ),
     CheatRepository(
         name="eval_cmd_doctest",
-        grader=Command(command=f"{_PYTEST} --doctest-glob='*.rst' --doctest-continue-on-failure tests"),
+        grader=EvalCommand(command=f"{_PYTEST} --doctest-glob='*.rst' --doctest-continue-on-failure tests"),
         tests={"tests/means.rst": _DOCTEST, "tests/test_calc.py": _CASE},
     ),
-    CheatRepository(name="f2p_script", grader=Script(script=PLAIN + _MAIN)),
+    CheatRepository(name="f2p_script", grader=EvalScript(script=PLAIN + _MAIN)),
     CheatRepository(
         name="swepro",
         grader=Swepro(

@@ -58,7 +58,7 @@ from headrace.buffer.core.records import (
     RolloutRecord,
     RolloutState,
     TaskRecord,
-    TrainedTokens,
+    VersionTokens,
 )
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.tasks.task import TaskId, load_tasks
@@ -388,7 +388,7 @@ class Months:
                 reward=float(number % 2),
                 solved=bool(number % 2),
                 detail="",
-                sampled=(TrainedTokens(version=self.version(step), tokens=TOKENS),),
+                sampled=(VersionTokens(version=self.version(step), tokens=TOKENS),),
                 recorded_at_s=self.committed_at(step) + 100,
             )
             for number, task in enumerate(tasks)
@@ -417,7 +417,7 @@ def _attempts(
         reward=reward,
         solved=bool(reward),
         trainable=True,
-        trained=(TrainedTokens(version=version, tokens=TOKENS),),
+        trained=(VersionTokens(version=version, tokens=TOKENS),),
         turns=12,
         phases_s=(("boot", 2.5), ("prepare", 1.25), ("agent", duration_s - 10), ("evaluate", 6.25)),
         trace_id=f"{number:032x}",

@@ -33,13 +33,13 @@ from headrace.policies.processes.server_process import EngineProcess, EngineProc
 from headrace.policies.push.contract import PushConfig, PushReport
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
-from headrace.policies.push.machine import Step
+from headrace.policies.push.machine import PushStep
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
-from headrace.serve.gateway.http.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.gateway.http.routing import EngineRoute, RoutingKey, RoutingTable
 
 PROMPT_TOKENS = 4
 TURN_DEADLINE_S = 600.0
@@ -161,7 +161,7 @@ class PushTestbed:
                 input_ids=tuple((number + 7 * at) % 256 for at in range(PROMPT_TOKENS)),
                 max_new_tokens=max_new_tokens,
             )
-            whole = await self.pool.sample(Lineage(SessionId(str(number))), ask, pieces, UsageClock(since_s=0.0))
+            whole = await self.pool.sample(RoutingKey(SessionId(str(number))), ask, pieces, UsageClock(since_s=0.0))
             self.sampled_tokens += len(whole.output_ids)
 
 
@@ -213,5 +213,5 @@ async def pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool
         await pool.aclose()
 
 
-async def _no_journal(push_id: str, step: Step) -> None:
+async def _no_journal(push_id: str, step: PushStep) -> None:
     """Record nothing, since these pushes are never resumed."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from headrace.sandboxes.images.build_context import store_files
-from headrace.sandboxes.images.build_steps import Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import BuildStep, Recipe, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.layers import UnpackLimits
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
@@ -31,10 +31,10 @@ async def measure(folder: Path, repeats: int) -> dict[str, float]:
 
         def recipe(name: str) -> Recipe:
             runs = [
-                Step(kind=StepKind.RUN, arguments=(f"echo {name} {number} > /tmp/{number}",))
+                BuildStep(kind=StepKind.RUN, arguments=(f"echo {name} {number} > /tmp/{number}",))
                 for number in range(_LAYERS - 1)
             ]
-            copy = Step(kind=StepKind.COPY, arguments=("file", "/opt/file"), context=copied)
+            copy = BuildStep(kind=StepKind.COPY, arguments=("file", "/opt/file"), context=copied)
             return Recipe(base="host", steps=(copy, *runs))
 
         async def timed(one: Recipe) -> float:
@@ -42,7 +42,7 @@ async def measure(folder: Path, repeats: int) -> dict[str, float]:
             await builder.build(one)
             return (time.perf_counter() - began) * 1000
 
-        large = Step(kind=StepKind.RUN, arguments=("head -c 64M /dev/urandom > /opt/large",))
+        large = BuildStep(kind=StepKind.RUN, arguments=("head -c 64M /dev/urandom > /opt/large",))
         await builder.build(Recipe(base="host"))
         cold = [await timed(recipe(f"cold-{number}")) for number in range(repeats)]
         warm = [await timed(recipe("cold-0")) for _ in range(repeats)]

@@ -165,7 +165,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class TurnFingerprint:
     """Fingerprint of a served turn, by which its echoes are found. It contains digests and call ids, but no text.
     `changed` has a digest for each of `KNOWN_CHANGES`."""
 
@@ -179,7 +179,7 @@ class Served:
     call_ids: frozenset[str]
 
     @classmethod
-    def of(cls, blocks: Iterable[Block]) -> Served:
+    def of(cls, blocks: Iterable[Block]) -> TurnFingerprint:
         words = Words(blocks)
         return cls(
             exact=words.exact,

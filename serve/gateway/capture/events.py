@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.buffer.trajectories.types import VersionSpan
 from headrace.serve.gateway.capture.echoes import Drift
-from headrace.serve.gateway.conversation import Purpose, TurnAnswer
+from headrace.serve.gateway.conversation import RequestPurpose, TurnAnswer
 
 if TYPE_CHECKING:
     from headrace.serve.gateway.rendering.render import TokenIds
@@ -40,12 +40,12 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class LineageOrigin:
     """Origin of a lineage, by which lineages are distinguished. `untrained` means that the model name is served but not
     trained."""
 
     agent: str = ""
-    purpose: Purpose = Purpose.TURN
+    purpose: RequestPurpose = RequestPurpose.TURN
     has_tools: bool = False
     knows_us: bool = False
     """True when the lineage's messages echo a turn of the session's agents that is not on the lineage's path."""
@@ -55,7 +55,7 @@ class Origin:
     def is_ours(self) -> bool:
         """True for a conversation of the session's agents, false for a side call. In sessions with tools, the agents'
         conversations are those that have tools, and those that summarise or quote such a conversation."""
-        return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
+        return self.has_tools or self.knows_us or self.purpose is RequestPurpose.COMPACTION
 
 
 class Exhausted(StrEnum):
@@ -90,7 +90,7 @@ class Recorded:
     parent: str
     parts: tuple[bytes, ...]
     delta: TokenIds
-    origin: Origin
+    origin: LineageOrigin
     options: str
     answer: TurnAnswer
     ids: Sequence[int]

@@ -29,7 +29,7 @@ from headrace.serve.gateway.capture.events import Exhausted, Status
 from headrace.serve.gateway.capture.session import Session, SessionId, TrainedPart
 from headrace.serve.gateway.capture.session_usage import SessionUsage
 from headrace.serve.gateway.capture.trie import PromptNode, SampledNode, Trie, below, path
-from headrace.serve.gateway.conversation import Purpose
+from headrace.serve.gateway.conversation import RequestPurpose
 
 
 class Masked(StrEnum):
@@ -227,7 +227,7 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
 def _is_echoed(prompt: PromptNode) -> bool:
     """Return whether the agent would continue from the answer. It does not continue from a summary of its history,
     which it requests separately, or from an untrained turn."""
-    return prompt.origin.purpose is not Purpose.COMPACTION and not prompt.origin.untrained
+    return prompt.origin.purpose is not RequestPurpose.COMPACTION and not prompt.origin.untrained
 
 
 def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode], seen: set[PromptNode]) -> Row:
@@ -266,7 +266,7 @@ def lineage_name(leaf: SampledNode, trie: Trie) -> str:
     """Return the lineage's name: `0` for the first conversation; `2.compaction` and `1.agent-7` name the purpose and
     the agent, if known."""
     root, origin = path(leaf)[0][0], leaf.parent.origin
-    purpose = origin.purpose.value if origin.purpose is not Purpose.TURN else ""
+    purpose = origin.purpose.value if origin.purpose is not RequestPurpose.TURN else ""
     return ".".join(part for part in (str(trie.roots.index(root)), origin.agent, purpose) if part)
 
 

@@ -34,7 +34,7 @@ from headrace.serve.gateway.capture.events import (
     Event,
     Exhausted,
     Failed,
-    Origin,
+    LineageOrigin,
     Recorded,
     Replayed,
     Spent,
@@ -235,7 +235,7 @@ class Session:
             prompt=None,
             echoes=(),
             elsewhere=(),
-            origin=Origin(),
+            origin=LineageOrigin(),
             opened=len(request.messages[-1].text) if request.continues else None,
         )
 

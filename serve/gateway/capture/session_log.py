@@ -35,14 +35,14 @@ from headrace.serve.gateway.capture.events import (
     Event,
     Exhausted,
     Failed,
-    Origin,
+    LineageOrigin,
     Recorded,
     Replayed,
     Spent,
     Status,
 )
 from headrace.serve.gateway.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec, TrainedPart
-from headrace.serve.gateway.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
+from headrace.serve.gateway.conversation import Reasoning, RequestPurpose, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.gateway.errors import LogBroken
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ def _event(document: dict[str, Any]) -> Event:
             return Recorded(
                 parts=tuple(bytes.fromhex(part) for part in recorded.pop("parts")),
                 delta=_decode("i", recorded.pop("delta")),
-                origin=Origin(**origin | {"purpose": Purpose(origin["purpose"])}),
+                origin=LineageOrigin(**origin | {"purpose": RequestPurpose(origin["purpose"])}),
                 options=recorded.pop("wishes"),
                 answer=TurnAnswer(**answer),
                 ids=_decode("i", recorded.pop("ids")),

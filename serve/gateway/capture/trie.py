@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.buffer.trajectories.types import VersionSpan
-from headrace.serve.gateway.capture.echoes import Drift, KnownChanges, Served, Words, changes_of, digest
-from headrace.serve.gateway.capture.events import Origin, Recorded, Status
+from headrace.serve.gateway.capture.echoes import Drift, KnownChanges, TurnFingerprint, Words, changes_of, digest
+from headrace.serve.gateway.capture.events import LineageOrigin, Recorded, Status
 from headrace.serve.gateway.capture.matching import (
     PartsDigest,
     head_digest,
@@ -54,7 +54,7 @@ class PromptNode:
     parts: tuple[bytes, ...]
     closed: bytes
     ids: TokenIds
-    origin: Origin
+    origin: LineageOrigin
     length: int
     number: int
     opened: int | None
@@ -84,7 +84,7 @@ class SampledNode:
     ids: TokenIds
     logprobs: array[float]
     spans: tuple[VersionSpan, ...]
-    served: Served
+    served: TurnFingerprint
     calls: tuple[ToolCall, ...]
     options: str
     answer: TurnAnswer | None
@@ -152,7 +152,7 @@ class Match:
     prompt: PromptNode | None
     echoes: tuple[Echo, ...]
     elsewhere: tuple[Echo, ...]
-    origin: Origin
+    origin: LineageOrigin
     opened: int | None = None
     resumes: bool = False
 
@@ -194,7 +194,7 @@ class Trie:
             prompt=_known_prompt(siblings, parts, untrained=untrained),
             echoes=tuple(walk.echoes),
             elsewhere=tuple(quoted or walk.rewritten),
-            origin=Origin(
+            origin=LineageOrigin(
                 agent=request.agent,
                 purpose=request.purpose,
                 has_tools=bool(request.tools),
@@ -275,7 +275,7 @@ class Trie:
                 kinds=event.kinds,
             )
             siblings.append(prompt)
-        served, said = Served.of(answer.blocks), answer.text
+        served, said = TurnFingerprint.of(answer.blocks), answer.text
         if not said.endswith(answer.stop_string) and not (answer.blocks and isinstance(answer.blocks[-1], Reasoning)):
             # The ids have the stop string even where the answer does not, so a continuation has to begin with it.
             said += answer.stop_string

@@ -21,8 +21,8 @@ import orjson
 from headrace.serve.gateway.conversation import (
     Block,
     Message,
-    Purpose,
     Reasoning,
+    RequestPurpose,
     Role,
     Text,
     ToolCall,
@@ -155,17 +155,17 @@ class Responses:
         return openai.model(name, created_s)
 
 
-def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, Purpose]:
+def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, RequestPurpose]:
     """Return the Codex thread that sent the request ("" for the main one), and the purpose of the request."""
     client = _object_in(document.get("client_metadata"))
     metadata = _object_in(fields.header(headers, METADATA) or client.get(METADATA))
     label = fields.header(headers, SUBAGENT) or _word(client, SUBAGENT)
-    compacts = metadata.get("request_kind") == Purpose.COMPACTION.value or label == COMPACTING_SUBAGENT
+    compacts = metadata.get("request_kind") == RequestPurpose.COMPACTION.value or label == COMPACTING_SUBAGENT
     child = metadata.get("thread_source") == "subagent" or metadata.get("parent_thread_id")
     agent = ""
     if child or label not in ("", COMPACTING_SUBAGENT):
         agent = _word(metadata, "thread_id") or fields.header(headers, "thread-id") or label
-    return agent[: fields.MAX_AGENT_CHARACTERS], Purpose.COMPACTION if compacts else Purpose.TURN
+    return agent[: fields.MAX_AGENT_CHARACTERS], RequestPurpose.COMPACTION if compacts else RequestPurpose.TURN
 
 
 def _object_in(value: object) -> JsonObject:

@@ -32,7 +32,7 @@ from headrace.policies.engine import Completion, Engine, EngineId, FinishReason,
 from headrace.policies.errors import EngineDown, EngineError, GrammarMissing, GrammarRefused, PromptTooLong
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.errors import ContextExceeded, InfraError, NoEngineOpen
-from headrace.serve.gateway.http.routing import EngineRoute, Lineage, Router, RoutingTable
+from headrace.serve.gateway.http.routing import EngineRoute, Router, RoutingKey, RoutingTable
 from headrace.serve.tracing import span_names
 
 MAX_FAILURES = 1
@@ -130,7 +130,7 @@ class EnginePool:
             await client.engine.aclose()
 
     async def sample(
-        self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion], usage: UsageClock, turn: int = 0
+        self, lineage: RoutingKey, ask: GenerateRequest, pieces: list[Completion], usage: UsageClock, turn: int = 0
     ) -> Completion:
         """Sample a turn, and note in `usage` where the time of this number went. Completions, complete or partial, are
         appended to `pieces` as they arrive, so that the caller has the sampled tokens even if this method raises an
@@ -196,7 +196,7 @@ class EnginePool:
             if restarts + len(pieces) > MAX_CONTINUATIONS:
                 raise InfraError(f"engine {engine_id} aborted the turn {restarts + len(pieces)} times")
 
-    async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> tuple[EngineId, float]:
+    async def _admission(self, lineage: RoutingKey, avoid: EngineId | None, deadline: float) -> tuple[EngineId, float]:
         """Wait for an available engine; return it with the deadline, extended by the time during which a push held an
         engine."""
         while True:

@@ -44,7 +44,7 @@ class RoutingTable:
     engines: tuple[EngineRoute, ...]
 
 
-class Lineage(NamedTuple):
+class RoutingKey(NamedTuple):
     """Key of a conversation within a session: turns with the same `head` share a prefix."""
 
     session: SessionId
@@ -129,7 +129,7 @@ class Router:
         if spans:
             self._versions[engine_id] = spans[-1].version
 
-    def choose(self, lineage: Lineage, now: float, avoid: EngineId | None = None) -> EngineId | None:
+    def choose(self, lineage: RoutingKey, now: float, avoid: EngineId | None = None) -> EngineId | None:
         """Return the engine for the next turn of a lineage, or None if every gate is closed or every engine is down.
 
         `avoid` is the engine that just failed this turn: it is chosen again only if the table admits no other engine.

@@ -56,7 +56,7 @@ from headrace.serve.gateway.errors import (
 )
 from headrace.serve.gateway.http.engines import EnginePool, join_pieces
 from headrace.serve.gateway.http.prompts import Prompts
-from headrace.serve.gateway.http.routing import Lineage
+from headrace.serve.gateway.http.routing import RoutingKey
 from headrace.serve.gateway.parsing.base import OutputParser
 from headrace.serve.gateway.parsing.grammars import Reasons, grammar_of
 from headrace.serve.gateway.parsing.parser_choice import ParserAlarm
@@ -430,7 +430,7 @@ class Turns:
         )
         # The prefix is cached per conversation, not per session: conversations of one session share little.
         root = path(parent)[0][0].parts if parent else plan.match.parts
-        lineage = Lineage(session=spec.session_id, head=root[0])
+        lineage = RoutingKey(session=spec.session_id, head=root[0])
         pieces: list[Completion] = []
         completed, overdue, started_at = False, False, self._clock()
         try:

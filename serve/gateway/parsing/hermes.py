@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from headrace.serve.gateway.conversation import ToolSpec
 from headrace.serve.gateway.parsing.base import CallSyntax, ParsedCall, ParsedOutput
 from headrace.serve.gateway.parsing.json_spans import after_blanks, encodable, object_text, read_object
-from headrace.serve.gateway.parsing.scanner import NOTHING, Found, scan
+from headrace.serve.gateway.parsing.scanner import NOTHING, ScannedCalls, scan
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -33,7 +33,7 @@ class HermesParser:
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         return scan(text, self if tools else None, in_reasoning=in_reasoning)
 
-    def read(self, text: str, start: int) -> Found | None:
+    def read(self, text: str, start: int) -> ScannedCalls | None:
         found = read_object(text, after_blanks(text, start + len(OPENING)))
         if found is None:
             return None
@@ -53,4 +53,4 @@ class HermesParser:
                 arguments = object_text(given.value)
         if not isinstance(name, str) or not name or arguments is None or not encodable(name + arguments):
             return None
-        return Found((ParsedCall(name, arguments),), end)
+        return ScannedCalls((ParsedCall(name, arguments),), end)

@@ -17,7 +17,7 @@ from typing import Any
 from headrace.serve.gateway.conversation import ToolSpec
 from headrace.serve.gateway.parsing.base import CallSyntax, ParsedCall, ParsedOutput
 from headrace.serve.gateway.parsing.json_spans import encodable
-from headrace.serve.gateway.parsing.scanner import NOTHING, Found, scan
+from headrace.serve.gateway.parsing.scanner import NOTHING, ScannedCalls, scan
 
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")
@@ -52,7 +52,7 @@ class _Markup:
             known = properties.items() if isinstance(properties, Mapping) else ()
             self._types[tool.name] = {str(key): frozenset(_types(value) or {"string"}) for key, value in known}
 
-    def read(self, text: str, start: int) -> Found | None:
+    def read(self, text: str, start: int) -> ScannedCalls | None:
         opened = _FUNCTION.match(text, start)
         if opened is None or text.find("</function>", opened.end()) < 0:
             return None
@@ -71,7 +71,7 @@ class _Markup:
             return None
         spelled = json.dumps(arguments, ensure_ascii=False)
         # Lone surrogates, which the dialects cannot send, remain escaped.
-        return Found((ParsedCall(name, spelled if encodable(spelled) else json.dumps(arguments)),), closed.end())
+        return ScannedCalls((ParsedCall(name, spelled if encodable(spelled) else json.dumps(arguments)),), closed.end())
 
 
 def _types(schema: object) -> set[str]:

@@ -21,7 +21,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedCalls:
     """Calls in one piece of markup, and the position at which the markup ends."""
 
     calls: Sequence[ParsedCall]
@@ -45,7 +45,7 @@ class CallMarkup(Protocol):
     @property
     def begins(self) -> str: ...
 
-    def read(self, text: str, start: int) -> Found | None:
+    def read(self, text: str, start: int) -> ScannedCalls | None:
         """Return the calls in the markup whose opening tag is at `start`; None if it is malformed or cut off before its
         end."""
         ...

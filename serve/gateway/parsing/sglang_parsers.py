@@ -19,7 +19,7 @@ from headrace.serve.gateway.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.gateway.errors import ParserMissing, ParserUnknown
 from headrace.serve.gateway.parsing.base import CallSyntax, ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.gateway.parsing.json_spans import encodable, object_text
-from headrace.serve.gateway.parsing.scanner import NOTHING, THINK, Found, scan
+from headrace.serve.gateway.parsing.scanner import NOTHING, THINK, ScannedCalls, scan
 
 SGLANG = "sglang:"
 """Prefix that selects SGLang's parsers in `gateway.parser`."""
@@ -99,13 +99,13 @@ class _Markup:
         self.opening, self.closing = re.escape(tags.opening), re.escape(tags.closing)
         self.wrapping = "|".join(map(re.escape, (tags.before, tags.after))) if tags.before else NOTHING
 
-    def read(self, text: str, start: int) -> Found | None:
+    def read(self, text: str, start: int) -> ScannedCalls | None:
         closing = text.find(self._tags.closing, start)
         if closing < 0:
             return None
         end = closing + len(self._tags.closing)
         _, calls = self._sglang.calls(f"{self._tags.before}{text[start:end]}{self._tags.after}", self._tools)
-        return Found(calls, end) if calls else None
+        return ScannedCalls(calls, end) if calls else None
 
 
 class _SGLang:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote
 
 from aiohttp import web
 
-from headrace.serve.sandbox_servers.e2b.envd import Access
+from headrace.serve.sandbox_servers.e2b.envd import Authentication
 from headrace.serve.sandbox_servers.e2b_state.bodies import (
     Connect,
     NewSandbox,
@@ -30,7 +30,7 @@ from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, unsupporte
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-from headrace.serve.sandbox_servers.e2b_state.table import Row, State
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, State
 
 if TYPE_CHECKING:
     from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
@@ -109,10 +109,10 @@ def _token(text: str) -> tuple[float, str] | None:
         raise ApiError(400, "nextToken: not a token of this server") from error
 
 
-def page(rows: Iterable[Row], query: Query) -> tuple[list[Row], str]:
+def page(rows: Iterable[SandboxRow], query: Query) -> tuple[list[SandboxRow], str]:
     """Return the rows of a page and the token for the next page, which is "" on the last page."""
 
-    def wanted(row: Row) -> bool:
+    def wanted(row: SandboxRow) -> bool:
         return (
             row.state in query.states
             and (not query.template or row.template == query.template)
@@ -128,15 +128,15 @@ def page(rows: Iterable[Row], query: Query) -> tuple[list[Row], str]:
     return here, encode_token(here[-1]) if len(found) > query.limit else ""
 
 
-def encode_token(row: Row) -> str:
+def encode_token(row: SandboxRow) -> str:
     return base64.urlsafe_b64encode(f"{row.started_at.hex()}_{row.id}".encode()).decode()
 
 
-def _place(row: Row) -> tuple[float, str]:
+def _place(row: SandboxRow) -> tuple[float, str]:
     return row.started_at, row.id
 
 
-def created(row: Row, domain: str) -> dict[str, Any]:
+def created(row: SandboxRow, domain: str) -> dict[str, Any]:
     """Return the response to create, connect and resume, with the access token."""
     return {
         "templateID": row.template,
@@ -149,7 +149,7 @@ def created(row: Row, domain: str) -> dict[str, Any]:
     }
 
 
-def listed(row: Row, defaults: SandboxLimits) -> dict[str, Any]:
+def listed(row: SandboxRow, defaults: SandboxLimits) -> dict[str, Any]:
     """Return a row for a list response. Sizes are those of the sandbox's limits, and 0 where it has none; without a
     limit of its own, a sandbox may use all processors."""
     own = SandboxLimits(memory_bytes=row.memory_bytes, disk_bytes=row.disk_bytes)
@@ -175,7 +175,7 @@ class ControlPlane:
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
 
-    def routes(self, access: Access) -> list[web.RouteDef]:
+    def routes(self, access: Authentication) -> list[web.RouteDef]:
         one, owned, on = "/sandboxes/{id}", access.owned, access.on_sandbox
         return [
             web.post("/sandboxes", owned(self._create)),

@@ -49,7 +49,7 @@ _KEEPALIVE_S: Final = 90.0
 _UNARY_TIMEOUT_S: Final = 300.0
 
 
-class Access:
+class Authentication:
     """Converts our handlers to aiohttp handlers."""
 
     def __init__(self, sandboxes: Sandboxes, keys: ApiKeys) -> None:

@@ -15,13 +15,13 @@ from aiohttp import web
 
 from headrace.sandboxes.base import Feature, ImageRef
 from headrace.sandboxes.errors import SandboxError, SandboxGone
-from headrace.serve.sandbox_servers.e2b.envd import Access
+from headrace.serve.sandbox_servers.e2b.envd import Authentication
 from headrace.serve.sandbox_servers.e2b_state.bodies import Egress, NewSnapshot, read_body, timestamp, without_network
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, not_found, unsupported
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes, spec_of
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import CpuSample, LiveSandbox
-from headrace.serve.sandbox_servers.e2b_state.table import Snapshot, State
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxSnapshot, State
 
 _MAX_METRICS: Final = 100
 _FAMILIES: Final = ("templates", "volumes", "volumecontent", "secrets", "teams", "nodes", "events")
@@ -34,13 +34,13 @@ class DropsImages(Protocol):
     async def drop_image(self, image: ImageRef) -> bool: ...
 
 
-class Observation:
+class ObservationRoutes:
     """Handlers for the routes."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
 
-    def routes(self, access: Access) -> list[web.RouteDef]:
+    def routes(self, access: Authentication) -> list[web.RouteDef]:
         one, owned, on = "/sandboxes/{id}", access.owned, access.on_sandbox
         named = [
             web.get("/sandboxes/metrics", owned(self._metrics_of_many)),
@@ -126,7 +126,7 @@ async def _refuse(request: web.Request, owner: Owner) -> web.StreamResponse:
     raise unsupported(f"{request.method} {request.path}")
 
 
-def _shown(snapshot: Snapshot) -> dict[str, Any]:
+def _shown(snapshot: SandboxSnapshot) -> dict[str, Any]:
     return {"snapshotID": snapshot.id, "names": [snapshot.name] if snapshot.name else []}
 
 
@@ -150,7 +150,7 @@ async def sample(live: LiveSandbox) -> dict[str, Any]:
     }
 
 
-async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
+async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> SandboxSnapshot:
     """Make an image of the sandbox's files. The sandbox is restarted from that image, without its processes, so the
     request is refused if commands are running. Raises ApiError 409, SandboxError."""
     async with live.changing:
@@ -160,7 +160,7 @@ async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> S
         if running := live.processes.running():
             raise ApiError(409, f"{len(running)} commands are running, which a snapshot would end: end them first")
         image = await live.handle.snapshot()
-        snapshot = Snapshot(
+        snapshot = SandboxSnapshot(
             id=f"s{secrets.token_hex(10)}",
             owner=row.owner,
             image=image,

@@ -19,7 +19,7 @@ from headrace.serve.sandbox_servers.e2b.connect_protocol import Message, Respons
 from headrace.serve.sandbox_servers.e2b.envd import Call, Envd
 from headrace.serve.sandbox_servers.e2b_state.bodies import check_environment
 from headrace.serve.sandbox_servers.e2b_state.errors import Code, RpcError
-from headrace.serve.sandbox_servers.e2b_state.processes import Command, OutputReader, RunningCommand
+from headrace.serve.sandbox_servers.e2b_state.processes import CommandRequest, OutputReader, RunningCommand
 
 _CHECK_TIMEOUT_S: Final = 30.0
 _FIELDS: Final = {Stream.STDOUT: "stdout", Stream.STDERR: "stderr", Stream.TERMINAL: "pty"}
@@ -164,7 +164,7 @@ class ProcessService:
         return {}
 
 
-def parse_command(message: Message) -> Command:
+def parse_command(message: Message) -> CommandRequest:
     """Parse the command of a StartRequest. Raises RpcError."""
     config = _object(message.get("process"))
     program, arguments, env, cwd = (config.get(name) for name in ("cmd", "args", "envs", "cwd"))
@@ -181,7 +181,7 @@ def parse_command(message: Message) -> Command:
         raise RpcError(Code.INVALID_ARGUMENT, f"process.envs: {error}") from error
     if not isinstance(cwd, str | None) or not isinstance(tag, str | None):
         raise RpcError(Code.INVALID_ARGUMENT, "process.cwd and tag: must be strings")
-    return Command(
+    return CommandRequest(
         program=program,
         arguments=tuple(arguments or ()),
         env=dict(env or {}),

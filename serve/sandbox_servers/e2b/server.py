@@ -25,10 +25,10 @@ from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.sandbox_servers.e2b.control import ControlPlane
-from headrace.serve.sandbox_servers.e2b.envd import Access, Envd
+from headrace.serve.sandbox_servers.e2b.envd import Authentication, Envd
 from headrace.serve.sandbox_servers.e2b.files import Files, allow_all_origins
 from headrace.serve.sandbox_servers.e2b.filesystem_service import FilesystemService, WatchService
-from headrace.serve.sandbox_servers.e2b.observation import Observation
+from headrace.serve.sandbox_servers.e2b.observation import ObservationRoutes
 from headrace.serve.sandbox_servers.e2b.ports import Ports, check_domain
 from headrace.serve.sandbox_servers.e2b.process_service import ProcessService
 from headrace.serve.sandbox_servers.e2b.template_routes import TemplateRoutes
@@ -194,9 +194,9 @@ def _bare_application(*middlewares: Any) -> web.Application:
 
 def make_application(sandboxes: Sandboxes, keys: ApiKeys, templates: Templates | None = None) -> web.Application:
     """Return an application with all routes, also for use in another program."""
-    access, envd = Access(sandboxes, keys), Envd(sandboxes)
+    access, envd = Authentication(sandboxes, keys), Envd(sandboxes)
     application = _bare_application(Ports(sandboxes, envd).middleware)
-    observation = Observation(sandboxes)
+    observation = ObservationRoutes(sandboxes)
     if templates is not None:
         # Before the routes that refuse whatever else there is about templates.
         application.add_routes(TemplateRoutes(templates, observation).routes(access))

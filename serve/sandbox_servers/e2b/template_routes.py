@@ -11,7 +11,7 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.sandbox_servers.e2b.control import ENVD_VERSION
-from headrace.serve.sandbox_servers.e2b.envd import Access
+from headrace.serve.sandbox_servers.e2b.envd import Authentication
 from headrace.serve.sandbox_servers.e2b_state.bodies import read_body, timestamp
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, api_error
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
@@ -26,8 +26,8 @@ from headrace.serve.sandbox_servers.e2b_state.template_bodies import (
 )
 
 if TYPE_CHECKING:
-    from headrace.serve.sandbox_servers.e2b.observation import Observation
-    from headrace.serve.sandbox_servers.e2b_state.templates import Build, Templates
+    from headrace.serve.sandbox_servers.e2b.observation import ObservationRoutes
+    from headrace.serve.sandbox_servers.e2b_state.templates import BuildJob, Templates
 
 _CHUNK_BYTES: Final = 1 << 18
 _MAX_LINES: Final = 100
@@ -37,11 +37,11 @@ _MAX_LINES: Final = 100
 class TemplateRoutes:
     """Handlers for the routes."""
 
-    def __init__(self, templates: Templates, observation: Observation) -> None:
+    def __init__(self, templates: Templates, observation: ObservationRoutes) -> None:
         self._templates = templates
         self._observation = observation
 
-    def routes(self, access: Access) -> list[web.RouteDef]:
+    def routes(self, access: Authentication) -> list[web.RouteDef]:
         owned, one, build = access.owned, "/templates/{id}", "/templates/{id}/builds/{build}"
         return [
             web.put("/templates/uploads/{secret}", self.upload),
@@ -110,7 +110,7 @@ class TemplateRoutes:
         await self._templates.start(owner, build, await read_body(request, StartBuild))
         return web.Response(status=202)
 
-    def _build(self, request: web.Request, owner: Owner) -> Build:
+    def _build(self, request: web.Request, owner: Owner) -> BuildJob:
         return self._templates.get_build(owner, request.match_info["id"], request.match_info["build"])
 
     async def status(self, request: web.Request, owner: Owner) -> web.Response:

@@ -78,7 +78,7 @@ class Accounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class FileEntry:
     """A file, folder or link. `modified_at` is in Unix seconds."""
 
     inode: int
@@ -113,7 +113,7 @@ class Entry:
         return document
 
 
-def parse_entries(output: bytes) -> list[Entry]:
+def parse_entries(output: bytes) -> list[FileEntry]:
     """Parse complete records of `find -printf FORMAT`, and return them sorted by path, in the order of a lexical walk.
     Raises ValueError."""
     values = output.decode(errors="replace").split("\0")
@@ -122,7 +122,7 @@ def parse_entries(output: bytes) -> list[Entry]:
         inode, kind, target_kind, size, mode, permissions, owner, group, modified, target, path = values[
             start : start + FIELDS
         ]
-        entry = Entry(
+        entry = FileEntry(
             inode=int(inode),
             kind=kind,
             target_kind=target_kind,

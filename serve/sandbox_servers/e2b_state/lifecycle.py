@@ -34,7 +34,7 @@ from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
 from headrace.serve.sandbox_servers.e2b_state.starting import start_template
-from headrace.serve.sandbox_servers.e2b_state.table import Row, SandboxTables, State, TemplateBuild
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, SandboxTables, State, TemplateBuild
 
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"
@@ -47,7 +47,7 @@ NO_SUDO: Final = "headrace_sudo"
 """Metadata key: with the value `no`, the sandbox has no `sudo`."""
 _USER: Final = "user"
 _FILES: Final = "/run/e2b"
-"""Folder of the files with the values of `Row.base_env`."""
+"""Folder of the files with the values of `SandboxRow.base_env`."""
 READY_S: Final = 60.0
 """Time that the start command of a template is given until its ready command succeeds."""
 IMAGE: Final = "image:"
@@ -112,7 +112,7 @@ class Sandboxes:
 
     # Look-up
 
-    def rows(self, owner: Owner) -> builtins.list[Row]:
+    def rows(self, owner: Owner) -> builtins.list[SandboxRow]:
         return [live.row for live in self._live.values() if live.row.owner == owner.name and not live.ending]
 
     async def forget_lost(self) -> None:
@@ -160,7 +160,7 @@ class Sandboxes:
 
     # Creation
 
-    async def create(self, owner: Owner, order: NewSandbox, client_key: str, timeout_s: int) -> Row:
+    async def create(self, owner: Owner, order: NewSandbox, client_key: str, timeout_s: int) -> SandboxRow:
         """Boot a sandbox, or return the one with the same key. Raises ApiError, SandboxError."""
         owner.ceilings.check_lifetime(order.timeout or 0, owner.name)
         if self._is_full(owner):
@@ -220,7 +220,7 @@ class Sandboxes:
         used += self.builds[owner.name] - besides
         return owner.max_sandboxes is not None and used >= owner.max_sandboxes
 
-    async def _boot(self, row: Row) -> Row:
+    async def _boot(self, row: SandboxRow) -> SandboxRow:
         try:
             await prepare_image(self.backend, row.image, max(row.timeout_s, LEAST_PATIENCE_S))
             async with self._queue:
@@ -248,7 +248,7 @@ class Sandboxes:
                 await self.kill(live)
             raise
 
-    async def adopt(self, row: Row, ref: SandboxRef) -> LiveSandbox:
+    async def adopt(self, row: SandboxRow, ref: SandboxRef) -> LiveSandbox:
         """Start serving a sandbox that already exists."""
         live = self._live[row.id] = LiveSandbox(row, await self.backend.attach(ref))
         self.update(live, row)
@@ -257,7 +257,7 @@ class Sandboxes:
 
     # Changes and end
 
-    def update(self, live: LiveSandbox, row: Row) -> None:
+    def update(self, live: LiveSandbox, row: SandboxRow) -> None:
         """Store a changed row and set its expiry."""
         live.row = row
         self.tables.sandboxes.put(row)
@@ -351,17 +351,19 @@ class Sandboxes:
 class _Boot:
     """A create in progress, with its `result` if other requests can wait for it."""
 
-    row: Row
-    result: asyncio.Future[Row] | None = None
+    row: SandboxRow
+    result: asyncio.Future[SandboxRow] | None = None
 
 
-def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client_key: str, request_digest: str) -> Row:
+def _new_row(
+    owner: Owner, order: NewSandbox, image: str, timeout_s: int, client_key: str, request_digest: str
+) -> SandboxRow:
     sandbox_id = f"i{secrets.token_hex(10)}"
     chosen_s = float(timeout_s if order.timeout is None else order.timeout)
     if order.timeout is None and owner.ceilings.lifetime_s is not None:
         chosen_s = min(chosen_s, float(owner.ceilings.lifetime_s))
     named = hashlib.sha256(f"{owner.name}:{client_key}".encode()).hexdigest()[:40]
-    return Row(
+    return SandboxRow(
         id=sandbox_id,
         owner=owner.name,
         boot_key=f"e2b-{named}" if client_key else sandbox_id,
@@ -386,7 +388,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
     )
 
 
-def spec_of(row: Row) -> SandboxSpec:
+def spec_of(row: SandboxRow) -> SandboxSpec:
     """Return the sandbox specification for the provider."""
     files = {f"{_FILES}/.{name}": value for name, value in row.base_env.items()}
     return SandboxSpec(

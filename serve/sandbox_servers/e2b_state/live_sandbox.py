@@ -17,7 +17,7 @@ from headrace.serve.sandbox_servers.e2b_state.bodies import timestamp
 from headrace.serve.sandbox_servers.e2b_state.entries import Accounts
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError
 from headrace.serve.sandbox_servers.e2b_state.processes import ProcessTable
-from headrace.serve.sandbox_servers.e2b_state.table import Row, State
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, State
 from headrace.serve.sandbox_servers.e2b_state.watchers import ScanBudget, Watcher
 
 LEVEL: Final = "info"
@@ -54,7 +54,7 @@ class CpuSample:
 class LiveSandbox:
     """A sandbox that exists. State changes hold the lock `changing`, so that a kill and a pause never overlap."""
 
-    row: Row
+    row: SandboxRow
     handle: Sandbox
     accounts: Accounts = field(init=False)
     processes: ProcessTable = field(default_factory=ProcessTable)

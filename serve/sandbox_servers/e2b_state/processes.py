@@ -106,7 +106,7 @@ class OutputReader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class CommandRequest:
     """A command as a client requested it; `env` contains only the variables of the request."""
 
     program: str
@@ -126,7 +126,7 @@ class Command:
 class RunningCommand:
     """A started command. `failure` says why there is no exit code: a timeout or a dead sandbox."""
 
-    def __init__(self, command: Command, process: Process, sandbox_id: str) -> None:
+    def __init__(self, command: CommandRequest, process: Process, sandbox_id: str) -> None:
         self.command = command
         self.process = process
         self.log = OutputLog(_LOG_BYTES)

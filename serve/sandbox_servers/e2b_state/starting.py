@@ -13,7 +13,7 @@ from headrace.sandboxes.images.builder import is_check, wait_until_ready
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.sandbox_servers.e2b_state.errors import RpcError
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-from headrace.serve.sandbox_servers.e2b_state.processes import Command, RunningCommand
+from headrace.serve.sandbox_servers.e2b_state.processes import CommandRequest, RunningCommand
 
 
 async def start_template(live: LiveSandbox, tasks: ServerTasks, ready_s: float) -> None:
@@ -26,7 +26,7 @@ async def start_template(live: LiveSandbox, tasks: ServerTasks, ready_s: float) 
         raise BootTimeout(f"the template's user: {error.message}") from error
     folder, env = row.folder or account.folder, {**row.base_env, **row.env}
     if row.start_command:
-        command = Command(program="/bin/bash", arguments=("-l", "-c", row.start_command), tag="start_cmd")
+        command = CommandRequest(program="/bin/bash", arguments=("-l", "-c", row.start_command), tag="start_cmd")
         words = [command.program, *command.arguments]
         process = await live.handle.spawn(words, user=account.name, env=env, cwd=folder)
         running = RunningCommand(command, process, row.id)

@@ -38,7 +38,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SandboxRow:
     """One sandbox. Times are in Unix seconds."""
 
     id: str
@@ -93,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class SandboxSnapshot:
     """An image made of a sandbox; `id` is the template that boots it."""
 
     id: str
@@ -155,8 +155,8 @@ class SandboxTables:
     def __init__(self, folder: Path | None) -> None:
         """Open the tables. Raises SpecRefused if the folder is unusable or another server uses it."""
         with opening(folder, "sandboxes.db") as self._file:
-            self.sandboxes = self._file.table("sandboxes", Row, "id")
-            self.snapshots = self._file.table("snapshots", Snapshot, "owner", "id")
+            self.sandboxes = self._file.table("sandboxes", SandboxRow, "id")
+            self.snapshots = self._file.table("snapshots", SandboxSnapshot, "owner", "id")
             self.templates = self._file.table("templates", Template, "id")
 
     def close(self) -> None:

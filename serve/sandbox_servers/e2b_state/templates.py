@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.images.build_steps import E2B_USER, BuildRefused, Recipe, Step, StepKind
+from headrace.sandboxes.images.build_steps import E2B_USER, BuildRefused, BuildStep, Recipe, StepKind
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.images.catalog import ImageCatalog, StoredImage
 from headrace.serve.sandbox_servers.e2b_state.bodies import timestamp
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine:
+class BuildLogEntry:
     """A line of a build's log."""
 
     at: float
@@ -69,7 +69,7 @@ class LogLine:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Build:
+class BuildJob:
     """A build whose state clients can ask for. `status` is `waiting`, `building`, `ready` or `error`."""
 
     id: str
@@ -84,18 +84,18 @@ class Build:
     failed_step: str = ""
     dropped: int = 0
     """Number of lines that are no longer in `lines`."""
-    lines: deque[LogLine] = field(default_factory=deque)
+    lines: deque[BuildLogEntry] = field(default_factory=deque)
     characters: int = 0
     task: asyncio.Task[None] | None = None
 
     def log(self, level: str, text: str, step: str) -> None:
-        self.lines.append(LogLine(at=time.time(), level=level, text=text, step=step))
+        self.lines.append(BuildLogEntry(at=time.time(), level=level, text=text, step=step))
         self.characters += len(text)
         while len(self.lines) > _MAX_LINES or self.characters > _MAX_LOG_CHARACTERS:
             self.characters -= len(self.lines.popleft().text)
             self.dropped += 1
 
-    def lines_from(self, offset: int, limit: int, level: str = "") -> list[LogLine]:
+    def lines_from(self, offset: int, limit: int, level: str = "") -> list[BuildLogEntry]:
         """Return at most `limit` lines from the line `offset` on; of a level, or of any."""
         found = list(self.lines)[max(0, offset - self.dropped) :]
         ranks = ("debug", "info", "warn", "error")
@@ -117,10 +117,10 @@ class Templates:
         self._images = images
         self.table = TemplateTable(sandboxes.tables, ImageCatalog(builder.files))
         self.uploads = Uploads(builder)
-        self._builds: dict[str, Build] = {}
+        self._builds: dict[str, BuildJob] = {}
         sandboxes.built = self.table
 
-    def get_build(self, owner: Owner, template_id: str, build_id: str) -> Build:
+    def get_build(self, owner: Owner, template_id: str, build_id: str) -> BuildJob:
         """Return a build whose state is known. Raises ApiError 404."""
         build = self._builds.get(build_id)
         if build is not None and build.owner.name == owner.name and template_id in (build.template_id, build.name):
@@ -129,7 +129,7 @@ class Templates:
         done = next((one for one in template.builds if one.id == build_id), None) if template is not None else None
         if template is None or done is None:
             raise ApiError(404, f"build {build_id[:100]!r} of template {template_id[:200]!r} not found")
-        return Build(
+        return BuildJob(
             id=done.id,
             template_id=template.id,
             owner=owner,
@@ -140,7 +140,7 @@ class Templates:
             status="ready",
         )
 
-    def request(self, owner: Owner, order: NewTemplate) -> Build:
+    def request(self, owner: Owner, order: NewTemplate) -> BuildJob:
         """Make a build that waits for its files and its start. Raises ApiError."""
         name, tag = split_name(order.name or order.alias)
         tags = check_tags([*([tag] if tag else []), *order.tags]) or [DEFAULT_TAG]
@@ -156,7 +156,7 @@ class Templates:
             del self._builds[oldest.id]
         waiting = next((one for one in own if one.name == name and one.status != "error"), None)
         known_id = template.id if template is not None else waiting.template_id if waiting is not None else None
-        build = Build(
+        build = BuildJob(
             id=str(uuid.uuid4()),
             template_id=known_id or f"t{secrets.token_hex(10)}",
             owner=owner,
@@ -174,7 +174,7 @@ class Templates:
         if template_id not in own and self.table.find(owner.name, template_id) is None:
             raise ApiError(404, f"template {template_id[:200]!r} not found")
 
-    async def start(self, owner: Owner, build: Build, order: StartBuild) -> None:
+    async def start(self, owner: Owner, build: BuildJob, order: StartBuild) -> None:
         """Start a waiting build. Raises ApiError; a build that cannot start is forgotten."""
         if build.status != "waiting":
             raise ApiError(409, f"build {build.id!r} has been started already")
@@ -198,7 +198,7 @@ class Templates:
         steps = []
         for step in order.steps:
             context = await self.uploads.find(owner, step.files_hash or "") if step.kind is StepKind.COPY else ""
-            steps.append(Step(kind=step.kind, arguments=tuple(step.args), context=context, force=step.force))
+            steps.append(BuildStep(kind=step.kind, arguments=tuple(step.args), context=context, force=step.force))
         used = sum(build.size_bytes for template in self.table.of(owner) for build in template.builds)
         return Recipe(
             base=base,
@@ -234,7 +234,7 @@ class Templates:
         known = ", ".join(self._images.names()[:20])
         raise ApiError(400, f"FROM {image[:200]}: this server has no such image (it downloads none); it has: {known}")
 
-    async def _run(self, build: Build, recipe: Recipe) -> None:
+    async def _run(self, build: BuildJob, recipe: Recipe) -> None:
         owner = build.owner
         try:
             built = await self._builder.build(
@@ -252,11 +252,11 @@ class Templates:
         finally:
             self._sandboxes.builds[owner.name] -= 1
 
-    def _fail(self, build: Build, message: str, step: str) -> None:
+    def _fail(self, build: BuildJob, message: str, step: str) -> None:
         build.log("error", message[:4000], step)
         build.reason, build.failed_step, build.status = message[:4000], step, "error"
 
-    async def keep(self, build: Build, recipe: Recipe, built: StoredImage) -> None:
+    async def keep(self, build: BuildJob, recipe: Recipe, built: StoredImage) -> None:
         """Give a finished image its name and its template, or neither. Raises ApiError, SandboxError."""
         name = f"{_FOLDER}{build.template_id}/{build.id}"
         putting = asyncio.ensure_future(asyncio.to_thread(self.table.catalog.put, replace(built, name=name)))
@@ -269,7 +269,7 @@ class Templates:
             await asyncio.to_thread(self.table.catalog.remove, name)
             raise
 
-    async def _enter(self, build: Build, recipe: Recipe, built: StoredImage, name: str) -> None:
+    async def _enter(self, build: BuildJob, recipe: Recipe, built: StoredImage, name: str) -> None:
         """Add a build to its template."""
         now = time.time()
         done = TemplateBuild(

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from headrace.sandboxes.base import Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
-from headrace.serve.sandbox_servers.e2b_state.entries import FORMAT, Account, Entry, parse_entries
+from headrace.serve.sandbox_servers.e2b_state.entries import FORMAT, Account, FileEntry, parse_entries
 from headrace.serve.sandbox_servers.e2b_state.errors import Code, RpcError, rpc_error
 
 _INTERVAL_S: Final = 0.2
@@ -42,7 +42,7 @@ done
 """
 
 
-class Kind(StrEnum):
+class EventType(StrEnum):
     """Kind of an event, a value of filesystem.EventType."""
 
     CREATE = "EVENT_TYPE_CREATE"
@@ -55,42 +55,45 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class FileEvent:
     """One event. `name` is relative to the watched folder; `entry` is the current file."""
 
-    kind: Kind
+    kind: EventType
     name: str
-    entry: Entry | None = None
+    entry: FileEntry | None = None
 
 
-def changes(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Change]:
+def changes(before: Mapping[str, FileEntry], after: Mapping[str, FileEntry]) -> list[FileEvent]:
     """Return the events between two scans. A scan maps relative names to entries."""
     gone = [name for name in before if name not in after]
     new = [name for name in after if name not in before]
     new_inodes = {after[name].inode for name in new}
-    events = [Change(kind=Kind.RENAME if before[name].inode in new_inodes else Kind.REMOVE, name=name) for name in gone]
+    events = [
+        FileEvent(kind=EventType.RENAME if before[name].inode in new_inodes else EventType.REMOVE, name=name)
+        for name in gone
+    ]
     gone_inodes = {before[name].inode for name in gone}
     for name in new:
         entry = after[name]
-        events.append(Change(kind=Kind.CREATE, name=name, entry=entry))
+        events.append(FileEvent(kind=EventType.CREATE, name=name, entry=entry))
         if entry.kind == "f" and entry.size_bytes and entry.inode not in gone_inodes:
-            events.append(Change(kind=Kind.WRITE, name=name, entry=entry))
+            events.append(FileEvent(kind=EventType.WRITE, name=name, entry=entry))
     for name, entry in after.items():
         if (old := before.get(name)) is not None:
             events += _differences(name, old, entry)
     return events
 
 
-def _differences(name: str, old: Entry, new: Entry) -> list[Change]:
+def _differences(name: str, old: FileEntry, new: FileEntry) -> list[FileEvent]:
     if old.inode != new.inode or old.kind != new.kind:
         # Replaced by another file of that name, as editors write.
-        written = [Change(kind=Kind.WRITE, name=name, entry=new)] if new.kind == "f" else []
-        return [Change(kind=Kind.CREATE, name=name, entry=new), *written]
+        written = [FileEvent(kind=EventType.WRITE, name=name, entry=new)] if new.kind == "f" else []
+        return [FileEvent(kind=EventType.CREATE, name=name, entry=new), *written]
     events = []
     if new.kind == "f" and (old.size_bytes, old.modified_at) != (new.size_bytes, new.modified_at):
-        events.append(Change(kind=Kind.WRITE, name=name, entry=new))
+        events.append(FileEvent(kind=EventType.WRITE, name=name, entry=new))
     if (old.mode, old.owner, old.group) != (new.mode, new.owner, new.group):
-        events.append(Change(kind=Kind.CHMOD, name=name, entry=new))
+        events.append(FileEvent(kind=EventType.CHMOD, name=name, entry=new))
     return events
 
 
@@ -162,7 +165,7 @@ class Watcher:
             with suppress(SandboxError):
                 await asyncio.shield(self._process.signal(_SIGKILL))
 
-    async def _changes(self) -> AsyncIterator[list[Change]]:
+    async def _changes(self) -> AsyncIterator[list[FileEvent]]:
         """Yield nothing for the first scan, and then the differences of each scan from the one before."""
         received = bytearray()
         last: bytes | None = None
@@ -185,11 +188,11 @@ class Watcher:
         finally:
             self._budget.change(-len(last or b""))
 
-    def _compare(self, before: bytes | None, after: bytes) -> list[Change]:
+    def _compare(self, before: bytes | None, after: bytes) -> list[FileEvent]:
         new = self._entries(after)
         return [] if before is None else changes(self._entries(before), new)
 
-    def _entries(self, scan: bytes) -> dict[str, Entry]:
+    def _entries(self, scan: bytes) -> dict[str, FileEntry]:
         try:
             found = parse_entries(scan)
         except ValueError as error:

@@ -38,8 +38,8 @@ from headrace.serve.sandbox_servers.exec.bodies import (
     read_bytes,
     whole_number,
 )
-from headrace.serve.sandbox_servers.exec.processes import LONGEST_POLL_S, BufferedProcess, ProcessTable
-from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, Registry
+from headrace.serve.sandbox_servers.exec.processes import LONGEST_POLL_S, BufferedProcess, SpawnTable
+from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, SandboxRegistry
 
 Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
 Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]
@@ -52,7 +52,7 @@ _PROCESS: Final = _PROCESSES + "/{spawn_id}"
 class CommandRoutes:
     """Handlers of the routes for commands."""
 
-    def __init__(self, registry: Registry, processes: ProcessTable) -> None:
+    def __init__(self, registry: SandboxRegistry, processes: SpawnTable) -> None:
         self._registry = registry
         self._processes = processes
 

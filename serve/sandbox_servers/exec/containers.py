@@ -20,7 +20,7 @@ from typing import Final
 from headrace.sandboxes.base import Sandbox, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
-from headrace.serve.sandbox_servers.exec.registry import Container, LeasedSandbox, Registry
+from headrace.serve.sandbox_servers.exec.registry import Container, LeasedSandbox, SandboxRegistry
 
 MAX_CONTAINERS: Final = 512
 MAX_WAITING: Final = 4096
@@ -30,7 +30,7 @@ _SET_UP_S: Final = 60.0
 class Containers:
     """One server's containers."""
 
-    def __init__(self, registry: Registry, lease_s: float) -> None:
+    def __init__(self, registry: SandboxRegistry, lease_s: float) -> None:
         self.registry = registry
         self.lease_s = lease_s
         self._busy_until: dict[str, list[float]] = {}

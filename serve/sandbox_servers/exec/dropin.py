@@ -40,7 +40,7 @@ from headrace.serve.sandbox_servers.exec.dropin_bodies import (
     RunCommand,
 )
 from headrace.serve.sandbox_servers.exec.evaluations import ApplyPatch, Evaluations
-from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, Registry
+from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, SandboxRegistry
 from headrace.serve.sandbox_servers.exec.responses import ResponseParts, error_response, owner_of, respond, retry_after
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -85,7 +85,9 @@ class IdempotentRequests:
 class DropIn:
     """Routes of the contract: those of a node, which take a container id, and those of the pool, which take a lease."""
 
-    def __init__(self, registry: Registry, keys: ApiKeys, lease_s: float, apply_patch: ApplyPatch | None) -> None:
+    def __init__(
+        self, registry: SandboxRegistry, keys: ApiKeys, lease_s: float, apply_patch: ApplyPatch | None
+    ) -> None:
         self._registry = registry
         self._keys = keys
         self._containers = Containers(registry, lease_s)

@@ -111,7 +111,7 @@ class BufferedProcess:
         return self._end.result() if self._end.done() else None
 
 
-class ProcessTable:
+class SpawnTable:
     """All processes of a server by sandbox and spawn_id."""
 
     def __init__(self, tasks: ServerTasks) -> None:

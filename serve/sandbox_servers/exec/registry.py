@@ -99,7 +99,7 @@ class LeasedSandboxTable:
         self._file.close()
 
 
-class Registry:
+class SandboxRegistry:
     """The sandboxes that belong to one API of a server; their label `api` names the API. Registries share the provider
     and the table."""
 

@@ -19,8 +19,8 @@ from headrace.sandboxes.errors import SandboxError
 from headrace.serve.sandbox_servers.e2b_state.keys import ApiKeys, Owner
 from headrace.serve.sandbox_servers.exec.bodies import Create, Renew, read_body
 from headrace.serve.sandbox_servers.exec.command_routes import CommandRoutes, FileRoutes, Tunnels
-from headrace.serve.sandbox_servers.exec.processes import ProcessTable
-from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, Registry
+from headrace.serve.sandbox_servers.exec.processes import SpawnTable
+from headrace.serve.sandbox_servers.exec.registry import LeasedSandbox, SandboxRegistry
 from headrace.serve.sandbox_servers.exec.responses import check_secret, error_response, owner_of, respond
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,10 +33,10 @@ ONE = "/v1/sandboxes/{id}"
 class ExecApi:
     """All routes below `/v1`."""
 
-    def __init__(self, registry: Registry, keys: ApiKeys) -> None:
+    def __init__(self, registry: SandboxRegistry, keys: ApiKeys) -> None:
         self._registry = registry
         self._keys = keys
-        self._processes = ProcessTable(registry.tasks)
+        self._processes = SpawnTable(registry.tasks)
         self._tunnels = Tunnels()
 
     def routes(self) -> list[web.RouteDef]:

@@ -37,7 +37,7 @@ from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits, parse_size
 from headrace.serve.sandbox_servers.exec.dropin import DropIn
 from headrace.serve.sandbox_servers.exec.evaluations import ApplyPatch
-from headrace.serve.sandbox_servers.exec.registry import LeasedSandboxTable, Registry
+from headrace.serve.sandbox_servers.exec.registry import LeasedSandboxTable, SandboxRegistry
 from headrace.serve.sandbox_servers.exec.routes import ExecApi
 
 _Provider = LocalProvider | MultiHostProvider
@@ -63,7 +63,9 @@ class ExecPart:
         table = LeasedSandboxTable(self.settings.state_folder)
         stack.callback(table.close)
         keys, images = self.settings.keys, self.settings.images
-        registries = {name: Registry(self.provider, table, images, tasks, api=name) for name in sorted(self.apis)}
+        registries = {
+            name: SandboxRegistry(self.provider, table, images, tasks, api=name) for name in sorted(self.apis)
+        }
         if not self.settings.keep_sandboxes:
             for registry in registries.values():
                 stack.push_async_callback(registry.end_all)
