@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, MAX_REMOTE_OUTPUT_BYTES, Network
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, MAX_REMOTE_OUTPUT_BYTES, FrozenMount, Network
 from headrace.sandboxes.errors import SpecRefused
 from headrace.serve.sandbox_servers.e2b_state.bodies import check_environment
 
@@ -46,12 +46,6 @@ class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Mount(_Body):
-    source: str
-    path: str
-    target: str
-
-
 class Create(_Body):
     """Body of a create request: a `SandboxSpec`."""
 
@@ -64,7 +58,7 @@ class Create(_Body):
     ttl_s: Seconds = 300.0
     idempotency_key: Annotated[str, Field(max_length=1024)] = ""
     labels: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
-    mounts: Annotated[tuple[Mount, ...], Field(max_length=64)] = ()
+    mounts: Annotated[tuple[FrozenMount, ...], Field(max_length=64)] = ()
 
 
 class Exec(_Body):

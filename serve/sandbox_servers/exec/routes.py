@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from headrace.sandboxes.base import Feature, FrozenMount, Sandbox, SandboxId, SandboxSpec
+from headrace.sandboxes.base import Feature, Sandbox, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.sandbox_servers.e2b_state.keys import ApiKeys, Owner
 from headrace.serve.sandbox_servers.exec.bodies import Create, Renew, read_body
@@ -110,8 +110,7 @@ class ExecApi:
 
     async def _create(self, request: web.Request, owner: Owner) -> Any:
         body = await read_body(request, Create)
-        mounts = (FrozenMount(source=SandboxId(one.source), path=one.path, target=one.target) for one in body.mounts)
-        spec = SandboxSpec(**body.model_dump(exclude={"mounts"}), mounts=tuple(mounts))
+        spec = SandboxSpec(**body.model_dump(exclude={"mounts"}), mounts=body.mounts)
         row = await self._registry.create(owner, spec)
         return {"id": row.id, "secret": row.secret}
 
