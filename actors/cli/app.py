@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +28,12 @@ from headrace.actors.cli.output import (
     EXIT_DIRTY,
     EXIT_DRAINED,
     EXIT_FAILED,
+    AddressFile,
+    Host,
+    IdleSeconds,
     Json,
+    KeyFile,
+    Port,
     Quiet,
     Steadily,
     console,
@@ -44,24 +51,27 @@ from headrace.actors.cli.remote_runs import (
     show_runs,
     submit_run,
 )
-from headrace.actors.cli.restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
 from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
-from headrace.actors.cli.servers import observe, retriever_app
 from headrace.actors.cli.simulation import check, simulate, tune
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.cluster.runs.contract import RunsApi
+from headrace.actors.record.files.disk_space import lacks_space
 from headrace.actors.run import exit_codes
+from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 from headrace.serve.gateway.exports.export_form import ExportForm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from headrace.actors.record.files.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
     from headrace.actors.run.summary import RunSummary
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=exit_codes.HELP)
 ledger_app = typer.Typer(no_args_is_help=True, help="Check, repair and export the ledger of a run.")
 engine_app = typer.Typer(no_args_is_help=True, help="Serve inference engines, and manage the engines of a run.")
 sandbox_app = typer.Typer(no_args_is_help=True, help="Serve sandboxes to other programs.")
+retriever_app = typer.Typer(no_args_is_help=True, help="Serve retrievers to environments with a search action.")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
@@ -72,6 +82,30 @@ app.add_typer(retriever_app, name="retriever")
 app.add_typer(model_app, name="model")
 app.add_typer(node_app, name="node")
 app.add_typer(trace_app, name="trace")
+
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="N", help="Resume up to N times after transient failures (exit code 75, or death by a signal)."
+    ),
+]
+
+
+class RunEnded(Exception):
+    """A run failed after it had started."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def ending_a_run() -> Iterator[None]:
+    """Convert errors raised in the block to failures of a started run. Raises RunEnded."""
+    try:
+        yield
+    except Exception as error:
+        raise RunEnded(error) from error
 
 
 def _say_version(wanted: bool) -> None:
@@ -148,10 +182,31 @@ def run(
     config, directory = prepare(request)
     say(f"run {directory.path}")
     if restarts:
-        raise typer.Exit(resume_again_and_again(config, directory, restarts, json=json, quiet=quiet))
+        raise typer.Exit(resume_with_restarts(config, directory, restarts, json=json, quiet=quiet))
     with ending_a_run():
         summary = drive(config, directory, quiet=quiet)
     _report(summary, json)
+
+
+def resume_with_restarts(
+    config: RunConfig,
+    directory: RunDirectory,
+    restarts: int,
+    *,
+    json: Path | None,
+    quiet: bool,
+    once: Sequence[str] = (),
+) -> int:
+    """Resume a run with up to `restarts` restarts and return the exit code. Only the first attempt is given the options
+    in `once`."""
+    command = [sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "resume", str(directory.path)]
+    if json is not None:
+        command += ["--json", str(json)]
+    if quiet:
+        command.append("--quiet")
+    full = partial(lacks_space, directory, config.service.min_free_bytes)
+    loop = RestartLoop(RestartPolicy(restarts), say, partial(saved_step, directory), full)
+    return loop.run([*command, *once], command)
 
 
 def show_dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str], *, json: Path | None) -> None:
@@ -229,7 +284,7 @@ def resume(
     resuming = ResumePreparation(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
     if restarts:
         once = ["--from-start"] * from_start + ["--retry-batch"] * retry_batch
-        raise typer.Exit(resume_again_and_again(config, directory, restarts, json=json, quiet=quiet, once=once))
+        raise typer.Exit(resume_with_restarts(config, directory, restarts, json=json, quiet=quiet, once=once))
     with ending_a_run():
         summary = drive(config, directory, quiet=quiet, before=resuming.prepare)
     _report(summary, json, resume=resuming.report)
@@ -392,7 +447,7 @@ def doctor(json: Json = None) -> None:
         say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
-for command in (drain, stop, upgrade, events, logs, observe, check, simulate, tune):
+for command in (drain, stop, upgrade, events, logs, check, simulate, tune):
     app.command()(command)
 
 
@@ -439,6 +494,49 @@ engine_app.command()(serve)
 engine_app.command("list")(list_engines)
 engine_app.command("add")(add_engine)
 engine_app.command("remove")(remove_engine)
+
+
+@retriever_app.command("serve")
+def serve_corpus(
+    corpus: Annotated[Path, typer.Option(help='JSONL file of passages: {"id", "contents"}.')],
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    address_file: AddressFile = None,
+    idle_s: IdleSeconds = 1800.0,
+    key_file: KeyFile = None,
+    parent_pid: Annotated[
+        int | None, typer.Option(help="Parent process; if it dies before the corpus is indexed, so does the retriever.")
+    ] = None,
+) -> None:
+    """Serve a corpus by BM25: POST /retrieve {queries, topk, return_scores}, as retrievers of Search-R1. Prints the
+    URL once the corpus is indexed; stops on SIGTERM or SIGINT."""
+    from headrace.actors.services.local_server import ListenOptions
+    from headrace.actors.services.retriever_server import serve_retriever
+
+    options = ListenOptions(
+        host=host, port=port, address_file=address_file, idle_s=idle_s, key_file=key_file, parent_pid=parent_pid
+    )
+    serve_retriever(corpus, options, typer.echo)
+
+
+@app.command()
+def observe(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    key_file: KeyFile = None,
+    address_file: AddressFile = None,
+) -> None:
+    """Serve the page of a run: what it does, which rollouts were slow and why, each rollout with its text. It reads the
+    run directory only, so the run may be going on, over, killed, or a copy. Prints the URL with the token that the page
+    needs (without it if --key-file has one); stops on SIGTERM or SIGINT."""
+    import asyncio
+
+    from headrace.actors.telemetry.page.server import ObserveOptions
+    from headrace.actors.telemetry.page.server import observe as serve_page
+
+    options = ObserveOptions(host=host, port=port, key_file=key_file, address_file=address_file)
+    asyncio.run(serve_page(run_dir, options, typer.echo))
 
 
 @app.command("gateway")
