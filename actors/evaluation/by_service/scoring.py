@@ -1,6 +1,9 @@
-"""The evaluators `http` and `judge`: their checks at start, and the choice between them.
+"""The evaluators `http`, a server of the user that scores the record of an episode, and `judge`: their checks at start,
+and the choice between them.
 
 Invariants:
+- Hidden files, checks, the environment's secret and paths of this machine are never sent to a server; `expected` is,
+  since it is written for the server. A request that is sent again after a lost answer has the same key.
 - A service that is down, too slow or unreadable raises ServiceDown, which is infra; an answer that is no valid reward
   is the evaluator's fault. Neither has a reward.
 - They run in the worker, whose services they call.
@@ -9,24 +12,31 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import orjson
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import NAMES, score_by_votes
-from headrace.actors.evaluation.by_service.reward_server import score_by_server, shown_task
-from headrace.actors.evaluation.graders.verdict import EvaluationRequest, EvaluatorFault, Verdict, broken
+from headrace.actors.evaluation.graders.functions import document_of
+from headrace.actors.evaluation.graders.verdict import (
+    EpisodeRecord,
+    EvaluationRequest,
+    EvaluatorFault,
+    Verdict,
+    broken,
+    rewarded_by,
+)
 from headrace.actors.services.calls import ServiceCalls
 from headrace.actors.services.clients import make_service, refuse_missing_services
 from headrace.actors.services.config import ServiceConfig, ServiceKind
 from headrace.actors.services.registry import METHODS, OutsideService
-from headrace.actors.services.service import Services
+from headrace.actors.services.service import RewardServer, Services
 from headrace.actors.services.templates import check_names
 from headrace.buffer.tasks.evaluators import OF_SERVICES, HttpEvaluator, JudgeEvaluator
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
-from headrace.buffer.trajectories.sanitizer import clean_text
+from headrace.buffer.trajectories.sanitizer import clean_text, without_surrogates
 
 ServiceUsers: TypeAlias = dict[tuple[str, ServiceKind], str]
 """The first task that uses each service in each of its roles."""
@@ -90,3 +100,27 @@ async def score_by_service(
         return await score_by_votes(spec, task, request, request.episode, services.model(spec.service))
     except EvaluatorFault as error:
         return broken(clean_text(f"service {spec.service}: {error}"))
+
+
+async def score_by_server(
+    spec: HttpEvaluator, task: Task, request: EvaluationRequest, episode: EpisodeRecord, server: RewardServer
+) -> Verdict:
+    """Return the verdict of a reward server. Raises ServiceDown, EvaluatorFault."""
+    document = {
+        "key": request.key,
+        "task": shown_task(task, spec.expected),
+        "episode": without_surrogates(document_of(episode)),
+    }
+    return rewarded_by(await server.score(document))
+
+
+def shown_task(task: Task, expected: str) -> dict[str, Any]:
+    """Return the parts of a task that a reward server gets."""
+    return {
+        "id": task.id,
+        "family": task.family,
+        "instruction": task.instruction,
+        "messages": [{"role": message.role, "content": message.content} for message in task.messages],
+        "given": dict(task.environment.given) if task.environment is not None else {},
+        "expected": expected,
+    }
