@@ -35,10 +35,9 @@ from headrace.serve.sandbox_servers.e2b.template_routes import TemplateRoutes
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError
 from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
 from headrace.serve.sandbox_servers.e2b_state.keys import ApiKeys
-from headrace.serve.sandbox_servers.e2b_state.lifecycle import Backend, Sandboxes
+from headrace.serve.sandbox_servers.e2b_state.lifecycle import Backend, Sandboxes, recover
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-from headrace.serve.sandbox_servers.e2b_state.recovery import recover
 from headrace.serve.sandbox_servers.e2b_state.table import SandboxTables
 from headrace.serve.sandbox_servers.e2b_state.templates import MAX_BYTES, Templates
 

@@ -7,6 +7,10 @@ Invariants:
 - Requests of one owner with the same Idempotency-Key create only one sandbox, even if they are concurrent or arrive
   after a restart. A create without a key leaves nothing behind if its client disconnects.
 - A state change of a sandbox holds its lock and is completed even if the client disconnects.
+- Deadlines are in Unix seconds, because they survive restarts and are shown to clients.
+- After a restart, the provider's list is authoritative: live sandboxes are adopted, overdue ones ended and dead ones
+  forgotten. An interrupted boot is found by its idempotency key; its sandbox is adopted if the client can repeat the
+  request with a key of its own, and killed otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hmac import compare_digest
@@ -25,15 +30,14 @@ from typing import Final, Protocol
 
 from headrace.sandboxes.base import Feature, Guest, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
+from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.sandbox_servers.e2b_state.bodies import NewSandbox, digest
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, not_found, not_running, unsupported
-from headrace.serve.sandbox_servers.e2b_state.expiry import ExpiryClock
 from headrace.serve.sandbox_servers.e2b_state.images import LEAST_PATIENCE_S, BootQueue, ImageMap, prepare_image
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-from headrace.serve.sandbox_servers.e2b_state.starting import start_template
 from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, SandboxTables, State, TemplateBuild
 
 ID_LABEL: Final = "e2b_sandbox"
@@ -67,6 +71,36 @@ class Backend(Protocol):
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 
     async def list(self) -> builtins.list[SandboxInfo]: ...
+
+
+class ExpiryClock:
+    """Clock that calls `on_due(name)` at each deadline while `run` is running."""
+
+    def __init__(self, on_due: Callable[[str], None]) -> None:
+        self._deadlines = Deadlines()
+        self._on_due = on_due
+        self._changed = asyncio.Event()
+
+    def set(self, name: str, at: float) -> None:
+        self._deadlines.set(name, at)
+        self._changed.set()
+
+    def drop(self, name: str) -> None:
+        self._deadlines.drop(name)
+
+    async def run(self) -> None:
+        while True:
+            now = time.time()
+            for name in self._deadlines.pop_due(now):
+                self._on_due(name)
+            at = self._deadlines.next()
+            self._changed.clear()
+            try:
+                # At most an hour, after which a wall clock that was set forward is noticed.
+                async with asyncio.timeout(3600.0 if at is None else min(3600.0, max(0.0, at - time.time()))):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
 
 
 class BuiltTemplates(Protocol):
@@ -242,7 +276,7 @@ class Sandboxes:
         """Run the start command of a sandbox's template, and wait until its ready command succeeds; its clock is its
         own. A sandbox that does not become ready is killed. Raises BootTimeout, SandboxError."""
         try:
-            await start_template(live, self.tasks, READY_S)
+            await live.start(self.tasks, READY_S)
         except BaseException:
             with suppress(SandboxError):
                 await self.kill(live)
@@ -402,3 +436,30 @@ def spec_of(row: SandboxRow) -> SandboxSpec:
         cpu=row.cpus,
         guest=Guest(user=_USER, sudo=row.sudo, files=files) if row.guest else None,
     )
+
+
+async def recover(sandboxes: Sandboxes) -> None:
+    """Recover all rows. Call this once, before the server accepts requests. Overdue sandboxes end when the expiry clock
+    starts. Raises SandboxError if the provider cannot list its sandboxes."""
+    rows = sandboxes.tables.sandboxes.all()
+    if not rows:
+        return
+    infos = await sandboxes.backend.list()
+    alive = {str(info.id) for info in infos}
+    keys = {info.idempotency_key for info in infos}
+    for row in rows:
+        try:
+            if row.state is State.BOOTING and row.boot_key in keys:
+                ref = await sandboxes.backend.create(spec_of(row))
+                now = time.time()
+                done = replace(row, ref=ref, state=State.RUNNING, started_at=now, end_at=now + row.timeout_s)
+                live = await sandboxes.adopt(done, ref)
+                if not row.client_key:
+                    await sandboxes.kill(live)
+            elif row.state is not State.BOOTING and row.ref is not None and str(row.ref.id) in alive:
+                await sandboxes.adopt(row, row.ref)
+            else:
+                sandboxes.tables.sandboxes.drop(row.id)
+        except SandboxError as error:
+            logger.warning("cannot recover sandbox %s: %s", row.id, error)
+            sandboxes.tables.sandboxes.drop(row.id)

@@ -13,10 +13,13 @@ from typing import Any, Final
 import orjson
 
 from headrace.sandboxes.base import Sandbox
+from headrace.sandboxes.errors import BootTimeout, ExecTimeout
+from headrace.sandboxes.images.builder import is_check, wait_until_ready
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.serve.sandbox_servers.e2b_state.bodies import timestamp
 from headrace.serve.sandbox_servers.e2b_state.entries import Accounts
-from headrace.serve.sandbox_servers.e2b_state.errors import ApiError
-from headrace.serve.sandbox_servers.e2b_state.processes import ProcessTable
+from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, RpcError
+from headrace.serve.sandbox_servers.e2b_state.processes import CommandRequest, ProcessTable, RunningCommand
 from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, State
 from headrace.serve.sandbox_servers.e2b_state.watchers import ScanBudget, Watcher
 
@@ -107,6 +110,34 @@ class LiveSandbox:
             yield
         finally:
             self.port_requests -= 1
+
+    async def start(self, tasks: ServerTasks, ready_s: float) -> None:
+        """Run the start command of the template, which is listed, followed and ended like a client's, and wait until
+        the ready command succeeds, unless that only sleeps. Raises BootTimeout if it does not within `ready_s`,
+        SandboxError."""
+        row = self.row
+        try:
+            account = await self.accounts.find("")
+        except RpcError as error:
+            raise BootTimeout(f"the template's user: {error.message}") from error
+        folder, env = row.folder or account.folder, {**row.base_env, **row.env}
+        if row.start_command:
+            command = CommandRequest(program="/bin/bash", arguments=("-l", "-c", row.start_command), tag="start_cmd")
+            words = [command.program, *command.arguments]
+            process = await self.handle.spawn(words, user=account.name, env=env, cwd=folder)
+            running = RunningCommand(command, process, row.id)
+            self.processes.add(running)
+            self.note(f"start command started: {row.start_command[:200]}")
+            tasks.start(running.follow())
+        if is_check(row.ready_command):
+            try:
+                async with asyncio.timeout(ready_s):
+                    await wait_until_ready(
+                        self.handle, row.ready_command, ready_s, user=account.name, env=env, cwd=folder
+                    )
+            except (TimeoutError, ExecTimeout) as error:
+                text = f"the template's ready command did not succeed within {ready_s:g} s: {row.ready_command[:200]}"
+                raise BootTimeout(text) from error
 
     def note(self, message: str) -> None:
         self.events.append(Event(at=time.time(), message=message))
