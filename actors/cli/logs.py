@@ -132,12 +132,9 @@ def _whole_id(directory: RunDirectory, given: str) -> str:
     """Return the id of the rollout in the ledger that is, or begins with, the given one. Raises ConfigError if there is
     none, or more than one, and LedgerRefused."""
     from headrace.actors.telemetry.slow.terminal_text import whole_id
-    from headrace.buffer.audit.evidence import begin_with_archive, reading
-    from headrace.buffer.audit.joined_rows import JoinedRows
+    from headrace.buffer.audit.evidence import rows_of
 
-    with reading(directory.path) as (database, archive):
-        attached, _ = begin_with_archive(database, archive)
-        tables = JoinedRows(database, attached=attached)
+    with rows_of(directory.path) as tables:
         ids = {row[0] for table in ("rollouts", "evaluations") for row in tables.select(table, ["rollout_id"])}
     return whole_id(given, sorted(ids))
 

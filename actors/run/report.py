@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -241,14 +242,11 @@ def report_of(directory: RunDirectory) -> RunReport:
 
 def latest_coverage(rows: JoinedRows) -> Coverage:
     """Return the tokens of the latest training attempts that sampled any, by the reasons that mask most of each."""
-    columns, ended, limit = ("breakdown", "ended_at_s"), "breakdown NOTNULL AND ended_at_s NOTNULL", WINDOW_SESSIONS
-    while True:
-        # SQLite sorts as many rows as the limit keeps, and a run of months has millions.
-        latest = rows.select("attempts", columns, where=ended, order="ended_at_s DESC", limit=limit).fetchall()
-        known = [coverage for breakdown, _ in latest if (coverage := coverage_of(breakdown)).sampled > 0]
-        if len(known) >= WINDOW_SESSIONS or len(latest) < limit:
-            return Coverage.together(known[:WINDOW_SESSIONS])
-        limit *= 4
+    columns, ended = ("breakdown", "end_sequence"), "breakdown NOTNULL AND end_sequence NOTNULL"
+    # A run of months has millions: only those that are looked at are read.
+    latest = rows.select("attempts", columns, where=ended, order="end_sequence DESC")
+    sampled = (coverage for breakdown, _ in latest if (coverage := coverage_of(breakdown)).sampled > 0)
+    return Coverage.together(list(islice(sampled, WINDOW_SESSIONS)))
 
 
 def coverage_of(breakdown: str) -> Coverage:

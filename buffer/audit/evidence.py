@@ -314,6 +314,14 @@ def reading(run_dir: Path) -> Iterator[tuple[sqlite3.Connection, Path]]:
         raise unreadable(path, error) from error
 
 
+@contextmanager
+def rows_of(run_dir: Path) -> Iterator[JoinedRows]:
+    """Open the rows of a ledger and of its archive, as far as there is a readable one. Raises LedgerRefused."""
+    with reading(run_dir) as (database, archive):
+        attached, _ = begin_with_archive(database, archive)
+        yield JoinedRows(database, attached=attached)
+
+
 def _steps(
     run_dir: Path,
     database: sqlite3.Connection,

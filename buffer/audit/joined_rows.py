@@ -14,13 +14,14 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from headrace.buffer.core.records import AttemptRecord, GroupRecord, RolloutRecord
-from headrace.buffer.ledger.archive import next_numbers
-from headrace.buffer.ledger.schema import TABLES
-from headrace.buffer.trajectories.types import GroupId, RolloutId
+from headrace.buffer.ledger.archive import next_numbers, totals_of
+from headrace.buffer.ledger.schema import NEWEST_END, TABLES
+from headrace.buffer.trajectories.types import GroupId, Purpose, RolloutId
 
 R = TypeVar("R")
 
@@ -66,6 +67,39 @@ def histories_of(
         )
 
 
+class End(NamedTuple):
+    """An attempt of training or evaluation (`purpose`) that has ended, with the number of its end. Of an evaluation
+    `issued_at_s` is None; `breakdown` is JSON, or None if nobody told where the time went."""
+
+    sequence: int
+    purpose: str
+    rollout_id: str
+    attempt: int
+    issued_at_s: float | None
+    ended_at_s: float
+    cause: str
+    turns: int
+    trace_id: str
+    host: str
+    breakdown: str | None
+
+    @property
+    def began_at_s(self) -> float:
+        """Time before which nothing of it happened, as far as is known; also if a clock was set meanwhile."""
+        try:
+            wall_s = float(json.loads(self.breakdown or "{}")["wall_s"])
+        except (KeyError, TypeError, ValueError):
+            wall_s = 0.0
+        return min(self.ended_at_s if self.issued_at_s is None else self.issued_at_s, self.ended_at_s - wall_s)
+
+
+_ENDS: Final = {
+    "attempts": f"end_sequence, '{Purpose.TRAIN}', rollout_id, attempt, issued_at_s, ended_at_s, cause, turns",
+    "evaluations": f"end_sequence, '{Purpose.EVALUATION}', rollout_id, attempt, NULL, recorded_at_s, cause, 0",
+}
+"""Columns of `End` before `trace_id`, by table."""
+
+
 class JoinedRows:
     """Rows read through an open connection that is in a transaction. The connection's `main` database is the ledger;
     the archive is attached as `archive`."""
@@ -87,10 +121,9 @@ class JoinedRows:
         *,
         where: str = "true",
         order: str = "",
-        limit: int | None = None,
         values: tuple[object, ...] = (),
     ) -> sqlite3.Cursor:
-        """Select these columns of all rows, or of the first `limit` rows in an order."""
+        """Select these columns of all rows."""
         names = ", ".join(columns)
         query = f"SELECT {names} FROM main.{table} WHERE {where}"
         if table in self._archived:
@@ -99,9 +132,30 @@ class JoinedRows:
         if order:
             # A compound query can only be ordered by column names, from outside.
             query = f"SELECT * FROM ({query}) ORDER BY {order}"
-        if limit is not None:
-            query += f" LIMIT {limit}"
         return self._database.execute(query, values)
+
+    def ends(self, after: int = 0) -> Iterator[End]:
+        """Yield the attempts that ended after the one with number `after`, in order; only what is taken is read."""
+        return self._ends("end_sequence > ?", after)
+
+    def ends_of(self, rollouts: Iterable[str]) -> Iterator[End]:
+        """Yield the attempts of these rollouts that have ended, in order."""
+        # The plus sign keeps SQLite from searching among all ends.
+        return self._ends(
+            "+end_sequence NOTNULL AND rollout_id IN (SELECT value FROM json_each(?))", json.dumps([*rollouts])
+        )
+
+    def _ends(self, where: str, value: object) -> Iterator[End]:
+        rest, order = ("trace_id", "host", "breakdown"), "end_sequence"
+        found = (
+            self.select(table, (first, *rest), where=where, order=order, values=(value,))
+            for table, first in _ENDS.items()
+        )
+        return merge(*(map(End._make, rows) for rows in found))
+
+    def newest_end(self) -> int:
+        """Return the number of the newest end; 0 before the first."""
+        return totals_of(self._database)[NEWEST_END]
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table."""

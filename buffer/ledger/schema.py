@@ -4,6 +4,9 @@ Invariants:
 - There is one table for each kind of record; columns have the names of the record's fields. Versions are text
   (`epoch.step`), structures are JSON.
 - `timeline` is the last column: SQLite reads what comes before it without its kilobytes.
+- An attempt gets its `end_sequence` in the transaction of its end, and keeps it: readers ask for what is above the
+  number that they have read. The numbers of training and evaluation are one sequence, which no clock turns back. They
+  begin at the Unix time of the end in microseconds: a ledger that was restored from a copy gives no number again.
 - A file of another schema is refused.
 """
 
@@ -49,6 +52,9 @@ SCHEMA_VERSION = 1
 STAMP = (0x48524C47, SCHEMA_VERSION)
 """`HRLG`, and the number of the schema: this SQLite file is a ledger."""
 
+NEWEST_END = "newest_end"
+"""Total with the highest `end_sequence`."""
+
 LEDGER_STATEMENTS = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE epochs (
@@ -71,7 +77,8 @@ LEDGER_STATEMENTS = (
   issued_at_s REAL NOT NULL, ended_at_s REAL, offered INTEGER NOT NULL, cause TEXT, reward REAL,
   solved INTEGER NOT NULL, trainable INTEGER NOT NULL, detail TEXT NOT NULL, trained TEXT NOT NULL,
   turns INTEGER NOT NULL, phases_s TEXT NOT NULL, breakdown TEXT, trace_id TEXT NOT NULL, host TEXT NOT NULL,
-  charged_to TEXT, scores TEXT, trajectory_file INTEGER, timeline TEXT, PRIMARY KEY (rollout_id, attempt))
+  charged_to TEXT, scores TEXT, trajectory_file INTEGER, end_sequence INTEGER,
+  timeline TEXT, PRIMARY KEY (rollout_id, attempt))
   WITHOUT ROWID""",
     """CREATE TABLE batches (
   batch_id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL UNIQUE, state TEXT NOT NULL,
@@ -91,7 +98,7 @@ LEDGER_STATEMENTS = (
     """CREATE TABLE evaluations (
   rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, task_id TEXT NOT NULL, tag TEXT NOT NULL, version TEXT NOT NULL,
   cause TEXT NOT NULL, reward REAL, solved INTEGER NOT NULL, detail TEXT NOT NULL, sampled TEXT NOT NULL,
-  recorded_at_s REAL NOT NULL, host TEXT NOT NULL, trace_id TEXT NOT NULL, breakdown TEXT,
+  recorded_at_s REAL NOT NULL, host TEXT NOT NULL, trace_id TEXT NOT NULL, breakdown TEXT, end_sequence INTEGER,
   timeline TEXT, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID""",
     "CREATE INDEX evaluations_by_tag ON evaluations (tag)",
     """CREATE TABLE ended_evaluations (
@@ -112,6 +119,21 @@ LEDGER_STATEMENTS = (
     "CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE trajectory_files (number INTEGER PRIMARY KEY, last_sequence INTEGER NOT NULL)",
+    "CREATE INDEX attempts_by_end ON attempts (end_sequence) WHERE end_sequence NOTNULL",
+    "CREATE INDEX evaluations_by_end ON evaluations (end_sequence) WHERE end_sequence NOTNULL",
+    f"INSERT INTO totals (name, value) VALUES ('{NEWEST_END}', 0)",
+    *(
+        f"""CREATE TRIGGER {trigger} ON {table} WHEN NEW.{at_s} NOTNULL AND NEW.end_sequence IS NULL BEGIN
+  UPDATE totals SET value = max(value + 1, CAST(NEW.{at_s} * 1e6 AS INTEGER)) WHERE name = '{NEWEST_END}';
+  UPDATE {table} SET end_sequence = (SELECT value FROM totals WHERE name = '{NEWEST_END}')
+    WHERE rollout_id = NEW.rollout_id AND attempt = NEW.attempt;
+END"""
+        for trigger, table, at_s in (
+            ("attempt_ends AFTER UPDATE OF ended_at_s", "attempts", "ended_at_s"),
+            ("attempt_is_over AFTER INSERT", "attempts", "ended_at_s"),
+            ("evaluation_ends AFTER INSERT", "evaluations", "recorded_at_s"),
+        )
+    ),
 )
 
 TRAJECTORIES_DDL = """
