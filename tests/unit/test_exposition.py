@@ -173,6 +173,7 @@ async def test_a_reader_beside_the_run_counts_each_attempt_once(tmp_path: Path) 
                 infra = order.attempt == 1 and order.rollout_id.endswith("1")
                 given = cases.ended(order, Cause.INFRA) if infra else result_of(order, version, tool=f"t{clock[0]}")
                 await store.offer_many([given])
+                clock[0] -= 3600 * infra
                 assert lasting(seen) == lasting(fresh(tmp_path))
             if (batch := await store.take(version, version.epoch, timeout_s=0)) is None:
                 continue
@@ -181,6 +182,30 @@ async def test_a_reader_beside_the_run_counts_each_attempt_once(tmp_path: Path) 
     causes = by_label(lasting(seen), "headrace_attempts_total", "cause")
     assert causes["infra"] > 0 and causes["solved"] > 0
     assert by_label(lasting(seen), "headrace_steps_total", "outcome")["updated"] > 0
+
+
+async def test_the_time_of_a_straggler_counts_once_though_it_is_told_after_its_end(tmp_path: Path) -> None:
+    """Its group was sealed without it, and later the clock was set back."""
+    clock = [NOW]
+    config = BufferConfig(batch_size=4, group_size=4, max_staleness=1, rule="count(3)", unfinished="abort")
+    seen = fresh(tmp_path)
+    async with await ReplayStore.open(
+        tmp_path, config, cases.tasks(1), run_id="r", seed=3, clock=lambda: clock[0]
+    ) as store:
+        version = await store.open_epoch(None)
+        *others, late = await store.issue(4, version)
+        await store.offer_many([result_of(order, version) for order in others])
+        values = lasting(seen)
+        assert by_label(values, "headrace_attempts_total", "cause")["cancelled"] == 1
+        assert by_label(values, "headrace_part_seconds_count", "part")["engine.decode"] == 3
+        clock[0] -= 3600.0
+        told = replace(cases.ended(late, Cause.CANCELLED), breakdown=result_of(late, version).breakdown)
+        await store.offer_many([told])
+        for _ in range(2):
+            values = lasting(seen)
+            assert by_label(values, "headrace_attempts_total", "cause")["cancelled"] == 1
+            assert by_label(values, "headrace_part_seconds_count", "part")["engine.decode"] == 4
+        assert values == lasting(fresh(tmp_path))
 
 
 async def test_what_was_not_trained_is_counted_as_waste_when_its_group_has_ended(tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ from headrace.actors.engines.members_file import read_roster
 from headrace.actors.record.files.run_directory import RunDirectory, identity_of
 from headrace.actors.runtime.version import RUNNING
 from headrace.actors.telemetry.prometheus import table
-from headrace.actors.telemetry.prometheus.ledger import TRAIN, LedgerReader
+from headrace.actors.telemetry.prometheus.ledger import LedgerReader
 from headrace.actors.telemetry.prometheus.records import NewestRecords
 from headrace.actors.telemetry.prometheus.series import Series
 from headrace.actors.telemetry.slow.in_flight import in_flight
 from headrace.actors.telemetry.spans.store import SpanFolder
 from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.trajectories.types import Purpose
 from headrace.serve.tracing.span_files import NOT_WRITTEN, QUEUE_FULL, REMOVED
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Exposition(Collector):
         except (LedgerRefused, sqlite3.DatabaseError) as error:
             logger.debug("what is in flight is unknown: %s", error)
             return
-        trained = [row for row in rows if row.purpose == TRAIN]
+        trained = [row for row in rows if row.purpose == Purpose.TRAIN]
         series.of(table.STUCK).set(sum(row.stuck for row in trained))
         series.of(table.OLDEST_S).set(max((row.age_s for row in trained), default=0.0))
         for row in sorted(rows, key=lambda row: row.part):

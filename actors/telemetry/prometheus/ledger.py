@@ -5,8 +5,8 @@ Invariants:
 - An attempt counts once, when it has ended. Where its time went may be known later, and counts then, once. Whether it
   was wasted counts when its group has ended. What was counted is forgotten once the group has ended, so memory does not
   grow with the run.
-- Attempts count in the order of their ends, also when all of them are read at once: a new fold of the same ledger gives
-  the same counts, with the same names behind `other`.
+- Attempts count in the ledger's order of their ends, also when all of them are read at once: a new fold of the same
+  ledger gives the same counts, with the same names behind `other`.
 - Rows are only added, but for a return to an older checkpoint, an operator's change and a restored ledger: then another
   object folds everything again.
 """
@@ -15,29 +15,28 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping
-from heapq import merge
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import orjson
 
 from headrace.actors.telemetry.prometheus import table
 from headrace.actors.telemetry.prometheus.series import Series, plain_value
 from headrace.buffer.audit.evidence import begin_with_archive, reading
-from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.audit.joined_rows import End, JoinedRows
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
 from headrace.buffer.core.records import FINAL, RolloutState
 from headrace.buffer.core.source_names import SEPARATOR
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.archive import closed_rollouts, next_numbers, totals_of
+from headrace.buffer.ledger.schema import NEWEST_END
 from headrace.buffer.trajectories.breakdown import OFFER, OTHER, PARTS, QUEUE, Label, is_of_agent
-from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.types import Cause, Purpose
 
-TRAIN: Final = "train"
-EVALUATION: Final = "evaluation"
 UNMEASURED: Final = "unmeasured"
 """Value of the label `part` for the part `other` of a breakdown: `other` sums the values beyond a label's limit."""
 PROVIDER: Final = "headrace"
@@ -53,31 +52,7 @@ WASTED: Final = (*_REPEATED, RolloutState.EVICTED, RolloutState.FILTERED)
 """Reasons for which an attempt was not trained."""
 _THESE: Final = "IN (SELECT value FROM json_each(?))"
 
-Key: TypeAlias = tuple[str, int]
-"""Rollout and number of an attempt."""
-
 logger = logging.getLogger(__name__)
-
-
-class Ended(NamedTuple):
-    """Row of an attempt, in the order in which attempts count; of an evaluation `issued_at_s` is None."""
-
-    ended_at_s: float
-    purpose: str
-    rollout_id: str
-    attempt: int
-    issued_at_s: float | None
-    cause: str | None
-    turns: int
-    trace_id: str
-    host: str
-    breakdown: str | None
-
-
-_COMMON: Final = ("trace_id", "host", "breakdown")
-OF_TRAINING: Final = ("ended_at_s", f"'{TRAIN}'", "rollout_id", "attempt", "issued_at_s", "cause", "turns", *_COMMON)
-OF_EVALUATION: Final = ("recorded_at_s", f"'{EVALUATION}'", "rollout_id", "attempt", "NULL", "cause", "0", *_COMMON)
-"""Columns of `Ended` in the two tables."""
 
 
 def breakdown_of(breakdown: str | None) -> tuple[dict[str, float], dict[str, Label]]:
@@ -109,7 +84,7 @@ class LedgerFold:
     def __init__(self, database: sqlite3.Connection) -> None:
         self.series = Series({"part": (*PARTS, UNMEASURED)})
         # Series that begin with their first event would hide it from rates and shares.
-        for purpose in (TRAIN, EVALUATION):
+        for purpose in Purpose:
             for cause in Cause:
                 self.series.of(table.ATTEMPTS, cause, purpose)
         for reason in WASTED:
@@ -121,96 +96,60 @@ class LedgerFold:
         self.newest_end_s: float | None = None
         self.newest_commit_s: float | None = None
         self.max_staleness: int | None = None
-        self._open: dict[str, dict[Key, bool]] = {}
-        """Attempts that were counted of groups that may still change: whether with their breakdown."""
-        self._next_ordinal, self._next_commit = 0, 1
-        self._evaluated: dict[Key, str] = {}
-        """Tags of the answers that were counted, of evaluations that go on."""
-        self._ended_tags: set[str] = set()
+        self._open: set[str] = set()
+        """Groups that may still change."""
+        self._undescribed: defaultdict[str, set[int]] = defaultdict(set)
+        """Cancelled attempts in them, by rollout, whose worker may still tell where the time went."""
+        self._numbers = {"next_ordinal": 0, "next_commit": 1, NEWEST_END: 0}
+        """Totals and next numbers of the ledger when it was read last; they only grow while it only grows."""
         self._identity = _identity(database)
 
     def is_continued_by(self, database: sqlite3.Connection) -> bool:
         """Return whether a ledger only adds to what was read: false for another or a restored one, and after a rollback
         or an operator's change."""
-        numbers = next_numbers(database)
-        return (
-            _identity(database) == self._identity
-            and numbers["next_ordinal"] >= self._next_ordinal
-            and numbers["next_commit"] >= self._next_commit
-        )
+        numbers = totals_of(database) | next_numbers(database)
+        grows = all(numbers.get(name, 0) >= number for name, number in self._numbers.items())
+        return grows and _identity(database) == self._identity
 
     def update(self, database: sqlite3.Connection, rows: JoinedRows) -> None:
         """Count what the ledger has in addition, in the current transaction of `database`."""
-        begun = self._next_ordinal > 0
-        new = rows.select("groups", ("group_id",), where="ordinal >= ?", values=(self._next_ordinal,))
-        self._open |= {group_id: {} for (group_id,) in new}
-        self._next_ordinal = next_numbers(database)["next_ordinal"]
-        evaluated = ((end, False) for end in self._new_evaluations(rows))
-        due: list[tuple[Ended, bool]] = []
-        if not begun:
-            # All rows may be too many for memory.
-            order = "ended_at_s, rollout_id, attempt"
-            ended = map(Ended._make, rows.select("attempts", OF_TRAINING, where="ended_at_s NOTNULL", order=order))
-            for end, _ in merge(((end, False) for end in ended), evaluated):
-                self._count(end)
-        groups = iter(list(self._open))
+        known, self._numbers = self._numbers, totals_of(database) | next_numbers(database)
+        new = rows.select("groups", ("group_id",), where="ordinal >= ?", values=(known["next_ordinal"],))
+        self._open.update(group_id for (group_id,) in new)
+        for end in rows.ends_of(self._undescribed):
+            if end.breakdown is not None and end.attempt in self._undescribed[end.rollout_id]:
+                self._undescribed[end.rollout_id].remove(end.attempt)
+                self._count(end, again=True)
+        for end in rows.ends(known[NEWEST_END]):
+            self._count(end)
+            if end.cause == Cause.CANCELLED and end.breakdown is None and end.purpose == Purpose.TRAIN:
+                self._undescribed[end.rollout_id].add(end.attempt)
+        groups = iter(sorted(self._open))
         while some := list(islice(groups, AT_ONCE)):
-            found = self._visit(rows, some)
-            due += found if begun else ()
-        for end, again in sorted([*due, *evaluated]) if begun else ():
-            self._count(end, again=again)
-        self._count_steps(rows)
+            self._count_ended_groups(rows, some)
+        self._count_steps(rows, known["next_commit"])
 
-    def _visit(self, rows: JoinedRows, ids: list[str]) -> list[tuple[Ended, bool]]:
-        """Return the ends in groups that were not counted yet, or only without their breakdown (then True). Count the
-        waste of groups that have ended, and forget them."""
-        due = []
+    def _count_ended_groups(self, rows: JoinedRows, ids: list[str]) -> None:
+        """Count the waste of the groups that have ended, and forget them."""
         these = (_json(ids),)
         closed = dict(rows.select("groups", ("group_id", "closed"), where=f"group_id {_THESE}", values=these))
         columns = ("rollout_id", "group_id", "state", "attempt")
-        found = rows.select("rollouts", columns, where=f"group_id {_THESE}", values=these)
-        members = {rollout_id: (group_id, state, last) for rollout_id, group_id, state, last in found}
-        unfinished = {group_id for group_id, state, _ in members.values() if state not in FINAL}
-        ended = []
-        where = f"rollout_id {_THESE}"
-        for end in map(Ended._make, rows.select("attempts", OF_TRAINING, where=where, values=(_json(members),))):
-            group_id, key = members[end.rollout_id][0], (end.rollout_id, end.attempt)
-            described, counted = end.breakdown is not None, self._open[group_id].get(key)
-            if end.ended_at_s is None:
-                unfinished.add(group_id)
-                continue
-            ended.append(end)
-            if counted is None or (described and not counted):
-                self._open[group_id][key] = described
-                due.append((end, counted is not None))
-            # Its worker may still tell where the time of a cancelled attempt went.
-            if end.cause == Cause.CANCELLED and not described and not closed.get(group_id):
-                unfinished.add(group_id)
-        for end in ended:
-            group_id, state, last = members[end.rollout_id]
-            if group_id not in unfinished:
-                self._count_waste(end, state if end.attempt == last else None)
-        for group_id in {*ids} - unfinished:
-            del self._open[group_id]
-        return due
+        members = rows.select("rollouts", columns, where=f"group_id {_THESE}", values=these).fetchall()
+        unfinished = {
+            group_id
+            for rollout_id, group_id, state, _ in members
+            if state not in FINAL or (self._undescribed.get(rollout_id) and not closed.get(group_id))
+        }
+        ended = {rollout_id: rest for rollout_id, group_id, *rest in members if group_id not in unfinished}
+        for end in rows.ends_of(ended):
+            state, last = ended[end.rollout_id]
+            self._undescribed.pop(end.rollout_id, None)
+            self._count_waste(end, state if end.attempt == last else None)
+        self._open -= {*ids} - unfinished
 
-    def _new_evaluations(self, rows: JoinedRows) -> Iterator[Ended]:
-        """Yield the answers of evaluations that were not counted yet. Of evaluations that have ended, only the tags are
-        remembered: nothing more is recorded under them."""
-        over = {tag for (tag,) in rows.select("ended_evaluations", ("tag",))}
-        tags = {tag for (tag,) in rows.select("evaluations", ("DISTINCT tag",))} - self._ended_tags
-        columns, order = (*OF_EVALUATION, "tag"), "recorded_at_s, rollout_id, attempt"
-        for *row, tag in rows.select("evaluations", columns, where=f"tag {_THESE}", values=(_json(tags),), order=order):
-            end = Ended._make(row)
-            if (key := (end.rollout_id, end.attempt)) not in self._evaluated:
-                self._evaluated[key] = tag
-                yield end
-        self._ended_tags |= over
-        self._evaluated = {key: tag for key, tag in self._evaluated.items() if tag not in over}
-
-    def _count(self, end: Ended, *, again: bool = False) -> None:
+    def _count(self, end: End, *, again: bool = False) -> None:
         """Count an attempt: its end, unless that was counted before, and its breakdown."""
-        of, purpose, cause = self.series.of, end.purpose, end.cause or "unknown"
+        of, purpose, cause = self.series.of, end.purpose, end.cause
         exemplar = {"trace_id": plain_value(end.trace_id)} if end.trace_id else None
         parts, labels = breakdown_of(end.breakdown)
         if not again:
@@ -247,7 +186,7 @@ class LedgerFold:
                 tokens = number(labels[label])
                 of(table.TOKEN_USAGE, "invoke_agent", PROVIDER, kind).observe(tokens, exemplar)
 
-    def _count_waste(self, end: Ended, state: str | None) -> None:
+    def _count_waste(self, end: End, state: str | None) -> None:
         """Count an attempt of an ended group if it was not trained. `state` is that of its rollout if it is the last
         attempt, else None."""
         if state == RolloutState.TRAINED:
@@ -259,18 +198,18 @@ class LedgerFold:
         self.series.of(table.WASTED_TOKENS, reason).inc(number(labels.get("sampled_tokens")))
         self.series.of(table.WASTED_SANDBOX_S, reason).inc(sandbox_s(parts))
 
-    def _count_steps(self, rows: JoinedRows) -> None:
-        """Count the steps that were committed since the last call."""
+    def _count_steps(self, rows: JoinedRows, first: int) -> None:
+        """Count the steps from the one with number `first` on."""
         of = self.series.of
         opened = sorted(at_s for (at_s,) in rows.select("epochs", ("opened_at_s",)))
         columns = ("sequence", "batch_id", "skipped", "committed_at_s", "rolled_back_by", "max_staleness")
-        commits = iter(sorted(rows.select("commits", columns, where="sequence >= ?", values=(self._next_commit,))))
+        commits = iter(sorted(rows.select("commits", columns, where="sequence >= ?", values=(first,))))
         while some := list(islice(commits, AT_ONCE)):
             ids = (_json([commit[1] for commit in some]),)
             of_batch = ("batch_id", "leased_at_s", "members")
             found = rows.select("batches", of_batch, where=f"batch_id {_THESE}", values=ids)
             batches = {batch_id: (leased_s, members) for batch_id, leased_s, members in found}
-            for sequence, batch_id, skipped, committed_s, rolled_back_by, bound in some:
+            for _, batch_id, skipped, committed_s, rolled_back_by, bound in some:
                 of(table.STEPS, "skipped" if skipped else "updated").inc()
                 of(table.STEPS_ROLLED_BACK).inc(rolled_back_by is not None)
                 # A lost archive has taken the batch with it.
@@ -283,7 +222,7 @@ class LedgerFold:
                 begun_s = max(leased_s, free_s)
                 of(table.LEARNER_S, "waiting").inc(number(begun_s - free_s))
                 of(table.LEARNER_S, "stepping").inc(number(committed_s - begun_s))
-                self.newest_commit_s, self.max_staleness, self._next_commit = committed_s, bound, sequence + 1
+                self.newest_commit_s, self.max_staleness = committed_s, bound
 
 
 def state_of(fold: LedgerFold, database: sqlite3.Connection, rows: JoinedRows) -> Series:
