@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -243,6 +244,121 @@ async def test_spans_of_other_nodes_that_come_after_the_observer_has_ended_are_s
     slow = [span for span in spans if span["trace_id"] == trace_of(rollouts["slow"])]
     assert sorted(span["name"] for span in slow) == ["chat", "chat", "chat", "invoke_agent", "rollout"]
     assert "step" in {span["name"] for span in spans}
+
+
+def write_span(
+    path: Path, name: str, trace_id: str, ended_s: float, *, took_s: float = 1.0, parent: bool = False
+) -> None:
+    """Append the line of a span, the only one of its trace with or without a parent, to a file that changes then."""
+    times = {"startTimeUnixNano": str(int((ended_s - took_s) * 1e9)), "endTimeUnixNano": str(int(ended_s * 1e9))}
+    span = {"traceId": trace_id, "spanId": f"{parent:d}{trace_id[:15]}", "name": name} | times
+    if parent:
+        span["parentSpanId"] = f"0{trace_id[:15]}"
+    group = {"resource": {"attributes": []}, "scopeSpans": [{"scope": {"name": "x"}, "spans": [span]}]}
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        file.write(orjson.dumps({"resourceSpans": [group]}) + b"\n")
+    os.utime(path, (ended_s, ended_s))
+
+
+@pytest.mark.parametrize("round_is", ["before", "between", "after"])
+async def test_a_clock_set_back_by_an_hour_between_two_ends_loses_no_trace_and_sends_none_twice(
+    tmp_path: Path, round_is: str
+) -> None:
+    """With a round before the clock is set, one between that and the second end, or only one after both."""
+    clock = [time.time()]
+    spans = tmp_path / FOLDER / "worker.jsonl"
+    steps = [f"{number:032x}" for number in (1, 2, 3)]
+    (tmp_path / "run_id").write_text("r")
+
+    async def end(order: RolloutOrder) -> None:
+        await store.offer_many([cases.ended(order, Cause.INFRA)])
+        write_span(spans, names.ROLLOUT, trace_of(order), clock[0])
+
+    with http_collector() as (url, collected):
+        async with await ReplayStore.open(
+            tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3, clock=lambda: clock[0]
+        ) as store:
+            export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), 0.0, clock=lambda: clock[0])
+            before, first, second, last = await store.issue(4, await store.open_epoch(None))
+            write_span(spans, names.STEP, steps[0], clock[0] - 100)
+            await end(before)
+            clock[0] += 1
+            assert export.round(grace_s=0.0)
+            await end(first)
+            if round_is == "before":
+                assert export.round(grace_s=0.0)
+            clock[0] -= 3600
+            if round_is == "between":
+                # The file's writer goes on, and the observer comes later.
+                os.utime(spans, (clock[0], clock[0]))
+                clock[0] += 300
+                assert export.round(grace_s=0.0)
+            await end(second)
+            assert export.round(grace_s=0.0)
+            assert {trace_of(each) for each in (before, first, second)} <= {
+                each["trace_id"] for each in collected.spans()
+            }
+            # The same times pass again.
+            clock[0] += 1000
+            write_span(spans, names.STEP, steps[1], clock[0] - 1)
+            assert export.round(grace_s=0.0)
+            clock[0] += 9000
+            await end(last)
+            write_span(spans, names.STEP, steps[2], clock[0] - 1)
+            # Another process continues.
+            export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), 0.0, clock=lambda: clock[0])
+            assert export.round(grace_s=0.0)
+            assert export.round(grace_s=0.0)
+        found = [str(each["trace_id"]) for each in collected.spans()]
+    assert sorted(found) == sorted([*map(trace_of, (before, first, second, last)), *steps])
+    assert (export.cursor.unconfirmed, export.cursor.decided) == (0, {})
+
+
+async def test_an_end_waits_for_its_spans_by_the_clock_that_is_never_set(tmp_path: Path) -> None:
+    """An attempt that ended a day ago, or tomorrow, may have ended just now."""
+    (tmp_path / "run_id").write_text("r")
+    clock = [time.time() - 86400.0]
+    with http_collector() as (url, collected):
+        async with await ReplayStore.open(
+            tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3, clock=lambda: clock[0]
+        ) as store:
+            orders = await store.issue(2, await store.open_epoch(None))
+            export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), 0.0)
+            for order in orders:
+                await store.offer_many([cases.ended(order, Cause.INFRA)])
+                write_span(tmp_path / FOLDER / "worker.jsonl", names.ROLLOUT, trace_of(order), clock[0])
+                clock[0] += 2 * 86400.0
+            assert export.round(grace_s=3600.0)
+            assert (export.cursor.through, collected.spans()) == (0, [])
+            assert export.round(grace_s=0.0)
+            assert {each["trace_id"] for each in collected.spans()} == {trace_of(order) for order in orders}
+
+
+async def test_traces_are_sent_from_their_begin_however_long_they_took(tmp_path: Path) -> None:
+    """A push of ten minutes, and an attempt whose worker died after them, so that nobody told how long it took."""
+    (tmp_path / "run_id").write_text("r")
+    began_s = time.time() - 1000
+    clock = [began_s]
+    early, late, push = tmp_path / FOLDER / "early.jsonl", tmp_path / FOLDER / "late.jsonl", "5" * 32
+    with http_collector() as (url, collected):
+        async with await ReplayStore.open(
+            tmp_path, cases.SMALL, cases.tasks(2), run_id="r", seed=3, clock=lambda: clock[0]
+        ) as store:
+            [order] = await store.issue(1, await store.open_epoch(None))
+            write_span(early, names.TURN, trace_of(order), began_s + 10, parent=True)
+            write_span(early, names.PUSH_PHASE, push, began_s + 10, parent=True)
+            export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), 0.0, clock=lambda: clock[0])
+            clock[0] += 590
+            assert export.round(grace_s=0.0)
+            clock[0] += 5
+            await store.abandon([(order.rollout_id, order.attempt)])
+            assert export.round(grace_s=0.0)
+            clock[0] += 5
+            write_span(late, names.PUSH, push, clock[0] - 1, took_s=595)
+            assert export.round(grace_s=0.0)
+        found = [(each["trace_id"], each["name"]) for each in collected.spans()]
+    assert sorted(found) == sorted([(trace_of(order), names.TURN), (push, names.PUSH_PHASE), (push, names.PUSH)])
 
 
 async def test_a_damaged_record_of_what_was_sent_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 (steps, pushes, evaluations), and a hashed share of the others.
 
 Invariants:
-- The ledger says which attempts have ended, and the span files have their spans: nothing is buffered, so an outage of
-  the collector costs neither memory nor spans, and the traces follow when it is back.
+- The ledger says in its own order which attempts have ended, whatever clocks say, and the span files have their spans:
+  nothing is buffered, so an outage of the collector costs neither memory nor spans, and the traces follow when it is
+  back.
 - No span is sent twice, also after kill -9: what is about to be sent is recorded first, and what was being sent when
   the process died is not sent again, but counted as `unconfirmed`.
 - A trace that the collector refuses for good is counted as `refused`, and the others follow.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Protocol
@@ -25,9 +27,10 @@ import orjson
 
 from headrace.actors.record.files.run_directory import RunDirectory, identity_of
 from headrace.actors.telemetry.slow.in_flight import in_flight
-from headrace.actors.telemetry.spans.attempts import ended_attempts, slow_traces
+from headrace.actors.telemetry.spans.attempts import FAILED, slow_traces
 from headrace.actors.telemetry.spans.receiver import BATCH_SPANS, Sent
 from headrace.actors.telemetry.spans.store import SpanFolder
+from headrace.buffer.audit.evidence import rows_of
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import trace_id_text
@@ -44,8 +47,10 @@ FOLDER: Final = "observer"
 CURSOR: Final = "exported.json"
 """What has been sent, in that folder."""
 GRACE_S: Final = 15.0
-"""Time after the end of an attempt until which its spans may still come: other processes write every second, other
-nodes send their files every few seconds."""
+"""Time after the end of an attempt was seen until which its spans may still come: other processes write every second,
+other nodes send their files every few seconds."""
+DOUBTFUL_S: Final = 60.0
+"""Time after the clock was set back until which a round has certainly noticed it."""
 MAX_ATTEMPTS: Final = 500
 """Attempts that are decided in one round."""
 TRACES_READ: Final = 64
@@ -57,11 +62,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Cursor:
-    """What was decided and sent. Attempts that ended before `through_s` are decided. `open` are the chosen traces that
-    are still to be sent, with the time since which their spans count and the reason; `sending` those that are being
-    sent now; `stuck` the end of what was sent of traces that go on, in nanoseconds."""
+    """Progress of an export. Attempts up to the end with number `through` are decided, and of other traces those that
+    ended before `through_s`, but for `decided` ones, which end later because the clock was set back. `open` are the
+    chosen traces that are still to be sent, with the time since which their spans count and the reason; `sending`
+    those that are being sent now; `stuck` the end of what was sent of traces that go on. Times of spans are in
+    nanoseconds."""
 
+    through: int = 0
     through_s: float = 0.0
+    decided: dict[str, int] = field(default_factory=dict)
     open: dict[str, tuple[int, str]] = field(default_factory=dict)
     since_s: float = 0.0
     sending: list[str] = field(default_factory=list)
@@ -69,7 +78,7 @@ class Cursor:
     spans: int = 0
     traces: int = 0
     unconfirmed: int = 0
-    """Traces that were being sent when the process died."""
+    """Traces that were being sent when the process died, or that ended about when the clock was set back."""
     refused: int = 0
     """Spans that the collector refused for good."""
 
@@ -85,13 +94,17 @@ class Cursor:
 class TraceExport:
     """Export of one run to one collector. Blocking; one process at a time, whose rounds wait for each other."""
 
-    def __init__(self, run_dir: Path, receiver: SendsSpans, share: float) -> None:
+    def __init__(
+        self, run_dir: Path, receiver: SendsSpans, share: float, *, clock: Callable[[], float] = time.time
+    ) -> None:
         """Continue where the run's last export ended. Raises OSError, ValueError for a damaged cursor."""
         self._directory = RunDirectory.at(run_dir)
-        self._receiver, self._share = receiver, share
+        self._receiver, self._share, self._clock = receiver, share, clock
         self._store = SpanFolder.of_run(self._directory.path)
         self._path = self._directory.path / FOLDER / CURSOR
         self._path.parent.mkdir(exist_ok=True)
+        self._seen: list[tuple[float, int]] = []
+        """Times of the last rounds by the monotonic clock, which is never set, and the newest end in each."""
         self._one = Lock()
         self._stopped = False
         self.cursor = Cursor.read(self._path)
@@ -106,12 +119,11 @@ class TraceExport:
         """Decide the attempts that have ended since the last round, and send what was chosen. Return whether everything
         that is known was sent. Raises OSError, LedgerRefused; the collector's failures are no errors."""
         with self._one:
-            until_s = time.time() - grace_s
             # What an outage or a restart left comes first.
             if self.cursor.open and not self._send_open():
                 return False
-            self._decide(until_s)
-            return self._send_open() and self.cursor.through_s >= until_s
+            complete = self._decide(grace_s)
+            return self._send_open() and complete
 
     def stop(self) -> None:
         """Send nothing more. A round that goes on in a thread would repeat what the next observer sends."""
@@ -157,34 +169,61 @@ class TraceExport:
         self._settle(cursor.sending)
         return sent
 
-    def _decide(self, until_s: float) -> None:
-        cursor = self.cursor
-        attempts = [
-            each for each in ended_attempts(self._directory.path, cursor.through_s) if each.ended_at_s < until_s
-        ]
-        if len(attempts) > MAX_ATTEMPTS:
-            until_s = attempts[MAX_ATTEMPTS].ended_at_s
-            attempts = [each for each in attempts if each.ended_at_s < until_s] or attempts
-        if until_s <= cursor.through_s:
-            return
-        slow = slow_traces(self._directory.path) if attempts else frozenset()
+    def _decide(self, grace_s: float) -> bool:
+        """Choose among what has ended. Return False if there were too many attempts for one round."""
+        cursor, now_s, run_id = self.cursor, self._clock(), identity_of(self._directory)
+        with rows_of(self._directory.path) as rows:
+            self._seen.append((time.monotonic(), rows.newest_end()))
+            ripe = [number for at_s, number in self._seen if at_s <= self._seen[-1][0] - grace_s]
+            del self._seen[: max(len(ripe) - 1, 0)]
+            found = islice(rows.ends(cursor.through), MAX_ATTEMPTS)
+            ended = [each for each in found if each.sequence <= max(ripe, default=0)]
+        slow = slow_traces(self._directory.path) if ended else frozenset()
         chosen: dict[str, tuple[int, str]] = {}
-        for each in attempts:
-            if each.failed or each.trace_id in slow or each.trace_id in cursor.stuck:
-                chosen[each.trace_id] = cursor.stuck.pop(each.trace_id, 0), SLOW_OR_FAILED
-            elif int(each.trace_id[:8], 16) < self._share * 2**32:
-                chosen[each.trace_id] = 0, SHARE
-        began_s = [each.ended_at_s - each.wall_s for each in attempts if each.trace_id in chosen]
+        began_s = [now_s]
+        for each in ended:
+            trace = trace_id_text(run_id, each.rollout_id, each.attempt)
+            if each.cause in FAILED or trace in slow or trace in cursor.stuck:
+                chosen[trace] = cursor.stuck.pop(trace, 0), SLOW_OR_FAILED
+            elif int(trace[:8], 16) < self._share * 2**32:
+                chosen[trace] = 0, SHARE
+            if trace in chosen:
+                # After its end the clock was set back: the times of files say nothing.
+                began_s.append(0.0 if each.ended_at_s > now_s else each.began_at_s)
         for trace, age_s in stuck_traces(self._directory):
             if trace not in cursor.stuck:
-                began_s.append(time.time() - age_s)
+                began_s.append(now_s - age_s)
                 chosen.setdefault(trace, (0, STUCK))
-        cursor.since_s = min([cursor.through_s or until_s, *began_s]) - 60.0
-        for span in self._store.spans(since_s=cursor.through_s, until_s=until_s, roots=True):
-            if span["name"] != names.ROLLOUT:
-                chosen[span["trace_id"]] = 0, MEANWHILE
-        cursor.open, cursor.through_s = chosen, until_s
+        for trace, (start_ns, _) in self._meanwhile(now_s, now_s - grace_s).items():
+            began_s.append(start_ns / 1e9)
+            chosen[trace] = 0, MEANWHILE
+        cursor.since_s = min(began_s) - 60.0
+        cursor.open, cursor.through = chosen, ended[-1].sequence if ended else cursor.through
         self._store_cursor()
+        return len(ended) < MAX_ATTEMPTS
+
+    def _meanwhile(self, now_s: float, until_s: float) -> dict[str, tuple[int, int]]:
+        """Return the traces of what is no rollout and has ended before a time, with the times of their roots."""
+        cursor = self.cursor
+
+        def ended(since_s: float, until_s: float) -> dict[str, tuple[int, int]]:
+            roots = self._store.spans(since_s=since_s, until_s=until_s, roots=True)
+            others = (
+                each for each in roots if each["name"] != names.ROLLOUT and each["trace_id"] not in cursor.decided
+            )
+            return {each["trace_id"]: (each["start_ns"], each["end_ns"]) for each in others}
+
+        if now_s < cursor.through_s:
+            # The clock was set back. What has ended since then cannot be told from what ended at that time before. All
+            # files are read, since their times say nothing.
+            again = {trace: end_ns for trace, (_, end_ns) in ended(0.0, cursor.through_s).items()}
+            cursor.unconfirmed += sum(now_s - DOUBTFUL_S <= end_ns / 1e9 < now_s for end_ns in again.values())
+            cursor.decided |= again
+            cursor.through_s = until_s
+        found = ended(cursor.through_s, until_s)
+        cursor.through_s = max(until_s, cursor.through_s)
+        cursor.decided = {trace: end for trace, end in cursor.decided.items() if end >= cursor.through_s * 1e9}
+        return found
 
     def _settle(self, traces: Iterable[str]) -> None:
         for trace in traces:
