@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -331,7 +332,16 @@ async def test_an_end_waits_for_its_spans_by_the_clock_that_is_never_set(tmp_pat
                 clock[0] += 2 * 86400.0
             assert export.round(grace_s=3600.0)
             assert (export.cursor.through, collected.spans()) == (0, [])
-            assert export.round(grace_s=0.0)
+            # After a reboot its own clock begins again.
+            seen_s, newest = export.cursor.seen[0]
+            export.cursor.seen.insert(0, (seen_s + 86400.0, newest))
+            assert export.round(grace_s=3600.0)
+            assert collected.spans() == []
+            # Another process knows when they were seen.
+            export.cursor.seen[:] = [(seen_s - 3600.0, newest)]
+            (tmp_path / OBSERVER / CURSOR).write_bytes(orjson.dumps(asdict(export.cursor)))
+            export = TraceExport(tmp_path, Receiver(url, "http/protobuf"), 0.0)
+            assert export.round(grace_s=3600.0)
             assert {each["trace_id"] for each in collected.spans()} == {trace_of(order) for order in orders}
 
 

@@ -69,6 +69,8 @@ class Cursor:
     nanoseconds."""
 
     through: int = 0
+    seen: list[tuple[float, int]] = field(default_factory=list)
+    """The newest end in each of the last rounds, after the time by the clock since boot, which is never set."""
     through_s: float = 0.0
     decided: dict[str, int] = field(default_factory=dict)
     open: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -103,8 +105,6 @@ class TraceExport:
         self._store = SpanFolder.of_run(self._directory.path)
         self._path = self._directory.path / FOLDER / CURSOR
         self._path.parent.mkdir(exist_ok=True)
-        self._seen: list[tuple[float, int]] = []
-        """Times of the last rounds by the monotonic clock, which is never set, and the newest end in each."""
         self._one = Lock()
         self._stopped = False
         self.cursor = Cursor.read(self._path)
@@ -173,9 +173,13 @@ class TraceExport:
         """Choose among what has ended. Return False if there were too many attempts for one round."""
         cursor, now_s, run_id = self.cursor, self._clock(), identity_of(self._directory)
         with rows_of(self._directory.path) as rows:
-            self._seen.append((time.monotonic(), rows.newest_end()))
-            ripe = [number for at_s, number in self._seen if at_s <= self._seen[-1][0] - grace_s]
-            del self._seen[: max(len(ripe) - 1, 0)]
+            since_boot_s = time.monotonic()
+            # What a round before a reboot saw may seem to come.
+            cursor.seen = [mark for mark in cursor.seen if mark[0] <= since_boot_s] + [
+                (since_boot_s, rows.newest_end())
+            ]
+            ripe = [number for at_s, number in cursor.seen if at_s <= since_boot_s - grace_s]
+            del cursor.seen[: max(len(ripe) - 1, 0)]
             found = islice(rows.ends(cursor.through), MAX_ATTEMPTS)
             ended = [each for each in found if each.sequence <= max(ripe, default=0)]
         slow = slow_traces(self._directory.path) if ended else frozenset()
