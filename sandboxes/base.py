@@ -225,6 +225,9 @@ class SandboxUsage:
     files, and the host ran out of them."""
     memory_peak_bytes: int | None = None
     """Most memory used since the boot; None if the kernel does not record it."""
+    cpu_waited_s: float | None = None
+    """Seconds since the boot for which it had work and got no CPU: throttled by its limit, or behind other work of the
+    host (`cpu.stat` and `cpu.pressure`). None if nothing counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,8 @@ class RunningAttempt:
     async def run(self) -> RolloutResult:
         """Run the attempt to its end. Raises only CancelledError: every failure becomes a result, even a bug in
         headrace."""
-        self.time.labels |= {"image": self.task.image, "agent": self.stations.agent_name}
+        labels = {"image": self.task.image, "agent": self.stations.agent_name, "family": self.task.family}
+        self.time.labels |= {name: value for name, value in labels.items() if value}
         with self.time.measured():
             try:
                 async with asyncio.timeout(self.config.guard_s):
@@ -264,6 +265,8 @@ class RunningAttempt:
             span = trace.get_current_span()
             with self.time.session_opens():
                 session = await stations.open_session(self.order, self.task, traceparent_of(span))
+            if session.gateway:
+                self.time.labels["gateway"] = session.gateway
             agent_s = least(self.config.agent_timeout_s, self.task.limits.agent_s) or self.config.agent_timeout_s
             try:
                 try:
@@ -304,6 +307,8 @@ class RunningAttempt:
             async with asyncio.timeout(USAGE_S):
                 usage = await sandbox.usage()
             self.time.labels["cpu_s"] = usage.cpu_s
+            if usage.cpu_waited_s is not None:
+                self.time.labels["cpu_waited_s"] = usage.cpu_waited_s
             if usage.memory_peak_bytes is not None:
                 self.time.labels["memory_bytes"] = usage.memory_peak_bytes
 

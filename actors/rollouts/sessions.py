@@ -22,6 +22,7 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.programs.agent import AgentSession
+from headrace.actors.runtime.actors.nodes import this_node
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.simulated.engines import EngineWatch, SimulatedEngineGroup
@@ -84,7 +85,10 @@ class GatewaySessions(ResourceOwner):
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
         """Open a session. Waits for a restarting gateway until the deadline of the phase: a rollout that failed
         immediately would be reissued immediately, and would be declared poison before the gateway is back."""
-        return await _until_reached()(self._gateway_of(spec.session_id).open, spec)
+        opened: OpenedSession = await _until_reached()(self._gateway_of(spec.session_id).open, spec)
+        place = place_of(spec.session_id, len(self._gateways))
+        node = this_node()[:12]
+        return replace(opened, gateway=f"{node}/gateway-{place}" if node else f"gateway-{place}")
 
     def given(self, session: OpenedSession, *, context_tokens: int) -> AgentSession:
         chat = ChatClient(self._http, session.base_url)

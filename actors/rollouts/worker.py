@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections import Counter, deque
 from contextlib import suppress
@@ -239,6 +240,8 @@ class RolloutWorker:
             spent = AttemptTime(self._occupied)
             self._book.begin(order, spent)
             spent.labels |= {"worker": self._incarnation[:8], "node": this_node()[:12]}
+            if spent.began_at_s is not None:
+                spent.labels["load"] = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
             stations = self._stations.of(order.task_id)
             recorded = RecordedStations(stations) if is_evaluation and folders is not None else None
             attempt = RunningAttempt(order, task, recorded or stations, stations.config, spent)

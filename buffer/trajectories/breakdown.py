@@ -107,8 +107,10 @@ class Breakdown:
     `parts_s` are seconds by part, and `within_s` the begin of its first second and the end of its last one, in seconds
     since the attempt began. `labels` by name, where known: `image`, `sandbox`, `warm`, `boot_tries`, `worker`,
     `node`, `agent`, `engines`, `tools`, `versions`, `turns`, `prompt_tokens`, `sampled_tokens`, `trained_tokens`,
-    `masked` (the reason that masks most of the others), `cached_tokens`, `retractions`, `cpu_s` and `memory_bytes` (CPU
-    seconds and peak memory of the agent's sandbox)."""
+    `masked` (the reason that masks most of the others), `cached_tokens`, `retractions`, `family` (of the task),
+    `gateway`, `load` (one-minute load of the worker's host per CPU, when the attempt began), `cpu_s`, `cpu_waited_s`
+    and `memory_bytes` (CPU seconds, seconds without a CPU though there was work, and peak memory of the agent's
+    sandbox)."""
 
     wall_s: float = 0.0
     parts_s: Mapping[str, float] = field(default_factory=dict)

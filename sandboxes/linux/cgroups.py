@@ -352,7 +352,7 @@ class Cgroups:
 
     def usage(self, group: str) -> dict[str, float]:
         """Return cpu_s, memory_bytes, processes and oom_kills, omitting those whose controller is missing, and
-        memory_peak_bytes if the kernel records it."""
+        memory_peak_bytes and cpu_waited_s if the kernel records them."""
         found: dict[str, float] = {}
         memory, pids, cpu, cpuacct = map(self._by_controller.get, ("memory", "pids", "cpu", "cpuacct"))
         if memory is not None:
@@ -367,8 +367,15 @@ class Cgroups:
                 found["memory_peak_bytes"] = int(memory.read(f"{group}/{peak}"))
         if pids is not None:
             found["processes"] = self.processes(group)
-        if cpu is not None and cpu.version == 2:
+        if cpu is not None:
             rows = dict(line.split() for line in cpu.read(f"{group}/cpu.stat").splitlines())
+            throttled_s = int(rows.get("throttled_time", 0)) / 1e9 + int(rows.get("throttled_usec", 0)) / 1e6
+            pressure_s = 0.0
+            # Of version 2, and only where the kernel counts pressure: "some avg10=0.00 ... total=<microseconds>".
+            with suppress(OSError):
+                pressure_s = int(cpu.read(f"{group}/cpu.pressure").split("total=", 1)[1].split()[0]) / 1e6
+            found["cpu_waited_s"] = max(throttled_s, pressure_s)
+        if cpu is not None and cpu.version == 2:
             found["cpu_s"] = int(rows["usage_usec"]) / 1e6
         elif cpuacct is not None and cpuacct.version == 1:
             found["cpu_s"] = int(cpuacct.read(f"{group}/cpuacct.usage")) / 1e9

@@ -246,6 +246,7 @@ class LocalSandbox(Sandbox):
                 oom_kills=state["oom_kills"],
                 limit_kills=state["limit_kills"],
                 memory_peak_bytes=state.get("memory_peak_bytes"),
+                cpu_waited_s=state.get("cpu_waited_s"),
             )
         except KeyError as error:
             raise Unsupported(

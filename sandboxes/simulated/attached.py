@@ -30,16 +30,17 @@ class AttachedSandbox(SimulatedSandbox):
 
     def __init__(self, provider: SimulatedHost, state: SimulatedState | None, ref: SandboxRef) -> None:
         super().__init__(provider, state, ref)
-        self._cpu_s = 0.0
+        self._cpu_s = self._waited_s = 0.0
 
     @property
     def host(self) -> str:
         """Name of the sandbox's host."""
         return self._ref.host
 
-    def spend(self, cpu_s: float) -> None:
-        """Count CPU time of a simulated command."""
+    def spend(self, cpu_s: float, waited_s: float) -> None:
+        """Count CPU time of a simulated command, and the time for which it waited for a CPU."""
         self._cpu_s += cpu_s
+        self._waited_s += waited_s
 
     async def usage(self) -> SandboxUsage:
         return SandboxUsage(
@@ -52,6 +53,7 @@ class AttachedSandbox(SimulatedSandbox):
             cpus=None,
             oom_kills=0,
             memory_peak_bytes=USED_BYTES,
+            cpu_waited_s=self._waited_s,
         )
 
     async def run_command(self, command: ExecCommand) -> ExecResult:

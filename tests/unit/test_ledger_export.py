@@ -100,9 +100,11 @@ def test_the_columns_of_attempts_are_typed(exported: Path) -> None:
     assert dict(types_of(exported, "attempts")) == {
         **dict.fromkeys(("rollout_id", "group_id", "task_id", "version", "cause", "detail", "trace_id", "host"), text),
         **dict.fromkeys(("charged_to", "image", "sandbox", "worker", "node", "agent", "masked"), text),
+        **dict.fromkeys(("family", "gateway"), text),
         **dict.fromkeys(("attempt", "turns", "trajectory_file", "end_sequence", "boot_tries", "prompt_tokens"), whole),
         **dict.fromkeys(("sampled_tokens", "trained_tokens", "cached_tokens", "retractions", "memory_bytes"), whole),
         **dict.fromkeys(("issued_at_s", "ended_at_s", "reward", "wall_s", "cpu_s"), real),
+        **dict.fromkeys(("cpu_waited_s", "load"), real),
         **dict.fromkeys(("offered", "trainable", "solved", "warm"), pyarrow.bool_()),
         **dict.fromkeys(("engines", "tools", "versions"), names),
         "trained": pyarrow.map_(text, whole),

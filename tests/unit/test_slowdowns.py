@@ -109,13 +109,15 @@ def test_a_draw_depends_on_its_key_alone_and_has_the_configured_share() -> None:
 def test_tools_on_a_host_with_little_cpu_take_longer_for_the_same_cpu_time(tmp_path: Path) -> None:
     slow = {"kind": "cpu", "name": "host-1", "factor": 5.0}
     found = evidence(tmp_path / "run", hosts=2, slowdowns=[slow])
-    cpus: dict[str, set[float]] = {"host-0": set(), "host-1": set()}
+    cpus: dict[str, set[tuple[float, float]]] = {"host-0": set(), "host-1": set()}
     for attempt in found.attempts:
         if attempt.breakdown is not None and attempt.reward is not None:
             used_s, tool_s = attempt.breakdown.labels["cpu_s"], attempt.breakdown.parts_s["tool.bash"]
+            waited_s = attempt.breakdown.labels["cpu_waited_s"]
             assert isinstance(used_s, float)
-            cpus[attempt.host].add(round(used_s / tool_s, 2))
-    assert cpus == {"host-0": {0.5}, "host-1": {0.1}}
+            assert isinstance(waited_s, float)
+            cpus[attempt.host].add((round(used_s / tool_s, 2), round(waited_s / tool_s, 2)))
+    assert cpus == {"host-0": {(0.5, 0.0)}, "host-1": {(0.1, 0.8)}}
 
 
 @pytest.mark.parametrize(

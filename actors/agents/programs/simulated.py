@@ -31,7 +31,7 @@ from headrace.sandboxes.simulated.attached import AttachedSandbox
 
 COMMAND_S = 10.0
 TOOL_CPUS = 0.5
-"""CPU seconds that a tool uses per second, unless its sandbox gets little CPU."""
+"""CPU seconds that a tool uses per second; one that a slowdown prolongs waits, for something or for a CPU."""
 
 
 class SimulatedAgentConfig(BaseModel):
@@ -105,10 +105,12 @@ class SimulatedAgent:
             await policy.turn(config.tokens_per_turn, turn_s * config.generating_share)
             tool = tools.choice(config.tools)
             tool_s = turn_s * (1 - config.generating_share)
+            cpu_s = tool_s * TOOL_CPUS
             tool_s *= self._slowdowns.factor(SlowKind.TOOL, task.id, policy.key, tool=tool)
             if isinstance(sandbox, AttachedSandbox):
-                sandbox.spend(tool_s * TOOL_CPUS)
-                tool_s *= self._slowdowns.factor(SlowKind.CPU, sandbox.host, sandbox.id)
+                waited_s = tool_s * (self._slowdowns.factor(SlowKind.CPU, sandbox.host, sandbox.id) - 1)
+                sandbox.spend(cpu_s, waited_s)
+                tool_s += waited_s
             await policy.use(tool, tool_s)
             if lost and number == config.turns:
                 raise SandboxGone(f"a sandbox of task {task.id} was lost (slowdowns of kind retries)")

@@ -24,10 +24,12 @@ from headrace.serve.gateway.http import codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSession:
-    """An opened session. The agent gets `base_url`; for OpenAI clients, `/v1` is appended to it."""
+    """An opened session. The agent gets `base_url`; for OpenAI clients, `/v1` is appended to it. `gateway` names the
+    gateway that has it, where there are several."""
 
     session_id: SessionId
     base_url: str
+    gateway: str = ""
 
 
 class GatewayClient:
