@@ -70,8 +70,9 @@ async def test_slow_rollouts_are_named_with_part_factor_and_advice(run: Path) ->
     assert {verdict.factor.text() if verdict.factor else "" for verdict in verdicts} == {"image slow\x1b[2J"}
     lines = slow_lines(report, verdicts, 1)
     assert lines[0] == "5 of 64 rollouts were slow"
-    assert lines[1].startswith("cause: boot, image slow?[2J (lift 12.8, 5 of 5")
-    assert sum("common factor" in line for line in lines[2:]) == 1, "one verdict was asked for"
+    assert lines[1].startswith("5 of all 5 slow ones fall into one stretch: ")
+    assert lines[2].startswith("cause: boot, image slow?[2J (lift 12.8, 5 of 5")
+    assert sum("common factor" in line for line in lines[3:]) == 1, "one verdict was asked for"
     assert not any("\x1b" in line for line in lines)
     assert chosen(report, since=1, step=None) == []
     assert slow_lines(report, [], 1)[0] == "none of 64 rollouts was slow"

@@ -7,12 +7,17 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from benches.verdicts.planted import CAUSES, Cause, planted_run
+from benches.verdicts.moments import MOMENTS, plant_moment
+from benches.verdicts.planted import CAUSES, STEPS_OF_MOMENTS, Cause, planted_run
 from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
-from benches.verdicts.verdict_bench import judge_run
+from benches.verdicts.verdict_bench import judge_run, score_of
 
 from headrace.actors.simulation.virtual.simulate import run_plan
+from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT
+from headrace.actors.telemetry.slow.reading import read_times
+from headrace.actors.telemetry.slow.rows import RunTimes
+from headrace.actors.telemetry.slow.verdicts import explain
 from headrace.buffer.audit.evidence import read_evidence
 
 pytestmark = pytest.mark.whole
@@ -21,8 +26,33 @@ pytestmark = pytest.mark.whole
 def test_a_run_follows_from_its_seed_and_cause() -> None:
     for cause in Cause:
         assert planted_run(3, cause) == planted_run(3, cause) != planted_run(4, cause)
-        assert bool(planted_run(3, cause).parts) == bool(planted_run(3, cause).factors) == (cause is not Cause.NONE)
-    assert len(CAUSES) == 10
+        is_simulated = cause is not Cause.NONE and cause not in MOMENTS
+        assert bool(planted_run(3, cause).parts) == bool(planted_run(3, cause).factors) == is_simulated
+    assert len(CAUSES) == 18
+
+
+@pytest.fixture(scope="module")
+def times(tmp_path_factory: pytest.TempPathFactory) -> RunTimes:
+    folder = tmp_path_factory.mktemp("free") / "run"
+    run_plan(planted_run(1, Cause.NONE, steps=STEPS_OF_MOMENTS).plan, folder)
+    return read_times(folder)
+
+
+@pytest.mark.parametrize("cause", list(MOMENTS))
+def test_a_cause_in_time_changes_the_affected_rollouts_only_and_is_named(cause: Cause, times: RunTimes) -> None:
+    plant = plant_moment(times, cause, 1, 0)
+    before = {row.rollout_id: row for row in times.rows}
+    longer_s = {row.rollout_id: row.total_s - before[row.rollout_id].total_s for row in plant.times.rows}
+    assert LEAST_SUPPORT <= len(plant.affected) < len(times.rows)
+    assert min(longer_s.values()) == 0.0
+    for row in plant.times.rows:
+        assert sum(row.parts_s.values()) == pytest.approx(row.total_s)
+        changed = {part for part in row.parts_s if row.parts_s[part] != before[row.rollout_id].parts_s.get(part)}
+        assert changed == ({plant.part} if longer_s[row.rollout_id] else set())
+    score = score_of(1, cause, plant, plant.affected, explain(plant.times))
+    assert score.explains_part
+    assert score.explains_factor
+    assert not [text for text, planted in score.factors if not planted]
 
 
 @pytest.mark.parametrize("cause", [Cause.EVALUATOR, Cause.EVALUATION])

@@ -32,7 +32,7 @@ BY_FACTOR: Final[Mapping[tuple[str, str], str]] = {
     ("engine", "prompt_tokens"): "lower `sampling.max_context_tokens`",
     ("engine", "sampled_tokens"): "lower `sampling.max_tokens_per_turn`",
     ("tool", "task"): "park or repair this task: its tools take long (`headrace data check`)",
-    ("tool", "cpu_share"): "raise `sandbox.local.cpus` or lower `sandbox.pool.max_live`: its sandboxes get little CPU",
+    ("tool", "starved"): "raise `sandbox.local.cpus` or lower `sandbox.pool.max_live`: its sandboxes wait for a CPU",
     ("evaluate", "image"): "make the image smaller or quicker to start: clean sandboxes boot it, too",
     ("evaluate", "task"): "shorten this task's check, or remove the task (`headrace data check`)",
 }
@@ -45,6 +45,9 @@ BY_KIND: Final[Mapping[str, str]] = {
     "checkpoint": "save less often (`training.save_every`), or put checkpoints on a faster disk",
     "restart": "see why the learner was restarted (`headrace logs`)",
     "outage": "see why the engines or the system failed (`headrace status`)",
+    "gateway": "look at this gateway's process and host (`headrace logs`); it renders and records for its sessions",
+    "window": "see what the run and its hosts did then (`headrace logs`); what is over needs no setting",
+    "after": "something changed then, for good: see `headrace logs`, and compare steps by `headrace trace diff`",
 }
 """Lines by kind of factor, whatever the stage."""
 BY_STAGE: Final[Mapping[str, str]] = {
@@ -62,6 +65,13 @@ BY_STAGE: Final[Mapping[str, str]] = {
     "gateway": "give the gateway's host more processors: rendering and recording use them",
     "other": "see the rollout's spans for what its worker did meanwhile",
 }
+
+
+OVERLOADED: Final = 2.0
+"""One-minute load of a host per CPU above which more work at once only makes it worse."""
+RELIEF: Final = "lower `dispatcher.slots_per_worker`, or add a host: the hosts have more work than CPUs"
+"""Advice for an overloaded host in place of that of `RAISING` stages."""
+RAISING: Final = ("boot", "evaluate", "service")
 
 
 def stage_of(part: str) -> str:
@@ -93,9 +103,9 @@ def stage_of(part: str) -> str:
     return named.get(part, "other")
 
 
-def advise(part: str, factor: str | None) -> str:
-    """Return one line for a part and the kind of factor."""
+def advise(part: str, factor: str | None, *, overloaded: bool = False) -> str:
+    """Return one line for a part and the kind of factor. With `overloaded` hosts none that adds to their load."""
     stage = stage_of(part)
     if factor is not None and (found := BY_FACTOR.get((stage, factor)) or BY_KIND.get(factor)):
         return found
-    return BY_STAGE[stage]
+    return RELIEF if overloaded and stage in RAISING else BY_STAGE[stage]

@@ -1,15 +1,17 @@
-"""Common factors: which label, or which event of the run, slow rollouts share more often than chance explains.
+"""Common factors: which label, event or window of the run slow rollouts share more often than chance explains.
 
-Every value of every label, and every kind of event, is tested against each cause with the one-sided exact test of
-Fisher. The Benjamini-Yekutieli procedure, which holds for dependent tests, keeps the false discovery rate over all
-tests of a run at `FALSE_DISCOVERIES`.
+Every value of every label, every kind of event, and the windows in which slow rollouts crowd, are tested against each
+cause with the one-sided exact test of Fisher. The Benjamini-Yekutieli procedure, which holds for dependent tests, keeps
+the false discovery rate over all tests of a run at `FALSE_DISCOVERIES`. Within a window that is a factor, labels are
+tested again: one of them may say whose window it was.
 
 Invariants:
 - A factor has at least `LEAST_SUPPORT` slow rollouts of `LEAST_GROUPS` groups, and its rollouts are slow at least
   `LEAST_RATIO` times as often as the others. (A lift cannot serve as this bound: that of a factor of half of all
   rollouts is at most 2.)
 - Compared are rollouts that ended by themselves: of others neither the labels nor the times are complete.
-- An event counts for a rollout only if it coincided for long enough to explain half of a usual excess.
+- An event counts for a rollout only if it coincided for long enough to explain half of a usual excess, and for a run
+  only if it held rollouts up in more than one moment.
 - A factor that the rollouts of a stronger one explain is not reported; one that has the same rollouts is named with it.
 - Labels that only restate a cause (tool names beside slow tools) are not tested against it.
 """
@@ -19,10 +21,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 from types import NoneType
 from typing import Final
 
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 
 from headrace.actors.telemetry.slow.advice import stage_of
 from headrace.actors.telemetry.slow.cohort import Cohorts
+from headrace.actors.telemetry.slow.moments import Level, spoken, windows
 from headrace.actors.telemetry.slow.rows import EARLIER_ATTEMPTS, Interval, RolloutTime
 from headrace.buffer.trajectories.breakdown import TOOL, Label
 
@@ -52,14 +56,27 @@ HIGH: Final = 0.9
 NUMBERS: Final = ("turns", "prompt_tokens", "sampled_tokens", "cached_tokens", "memory_bytes")
 COUNTS: Final[Mapping[str, float]] = {"boot_tries": 1.0, "retractions": 0.0}
 """Numbers that nearly all rollouts have in common; they count as high above that."""
-UNTESTED: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s", "versions", "agent", "sandbox", "trained_tokens", "masked"})
+WAITED: Final = "cpu_waited_s"
+"""Label with the seconds for which a sandbox had work and got no CPU: throttled, or behind others."""
+UNTESTED: Final = frozenset(
+    {*NUMBERS, *COUNTS, WAITED, "cpu_s", "load", "versions", "agent", "sandbox", "trained_tokens", "masked"}
+)
 """Labels whose single values are not tested: numbers, and ids that no two rollouts share."""
-READ: Final = frozenset({*NUMBERS, *COUNTS, "cpu_s"})
-CPU_SHARE: Final = 0.1
-"""CPU seconds per second of tools and checks count as low below this quantile and below half of the median."""
+READ: Final = frozenset({*NUMBERS, *COUNTS, WAITED})
+STARVED: Final = "starved"
+STARVED_SHARE: Final = 0.25
+"""A sandbox was starved of CPU if it waited for it this share of the time of its tools. Little CPU time alone says
+nothing: a tool may wait for a network."""
+AFTER, WINDOW = "after", "window"
+"""Kinds of factors in time: everything after a level rose, and a window of the run."""
+RECURRED: Final = 0.01
+"""An event is a factor if it stands, with at most this probability, also without the window in which slow rollouts
+crowd most: one bad moment is one observation, however many rollouts it held up."""
+COVERED: Final = 0.7
+"""Share of a window's slow rollouts that have to have met an event that explains it."""
 NEAR: Final = 10.0
 """Factors whose probabilities differ by less than this ratio are equally convincing."""
-LAST: Final = ("cpu_share", "failed_on")
+LAST: Final = (STARVED, "failed_on")
 """Kinds of factors that follow from others: named only where nothing else is found."""
 NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
     "boot": ("evaluation", "image", "host"),
@@ -68,6 +85,7 @@ NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
     "tool": ("task", "host"),
     "evaluate": ("task", "host"),
     "retries": ("task", "host"),
+    "gateway": ("gateway", "node"),
 }
 """Kinds of factors that explain a stage best, for factors that are equally convincing."""
 DIRECT: Final[Mapping[str, tuple[str, ...]]] = {"gate": ("push", "quarantine", "outage")}
@@ -79,7 +97,8 @@ a push; that an evaluation ran at the same times explains nothing."""
 class Factor:
     """A factor of one cause. `support` of `slow` rollouts have it; `lift` is their share divided by that among all
     rollouts; `p` is the probability of as many by chance. `same` are factors that exactly the same rollouts have, so
-    that nothing tells them apart."""
+    that nothing tells them apart. A factor in time has `begin_s` and, if it ended, `end_s`, in Unix time; a label that
+    has them too is a factor within that window only."""
 
     kind: str
     value: str
@@ -88,21 +107,27 @@ class Factor:
     lift: float
     p: float
     same: tuple[str, ...] = ()
+    begin_s: float | None = None
+    end_s: float | None = None
 
     def text(self) -> str:
-        return self.kind if not self.value else f"{self.kind} {self.value}"
+        when = "" if self.begin_s is None else spoken(self.begin_s, self.end_s)
+        return " ".join(word for word in (self.kind, self.value, when) if word)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The rollouts that a part held up, and the seconds by which it did. Of all rollouts: `spent_s` in the part, and
-    `begin_s` and `end_s` of its phase."""
+    """The rollouts that a part held up, and the seconds by which it did. Of all rollouts: `spent_s` in the part,
+    `begin_s` and `end_s` of its phase, and begin and end of the part itself (`extent_s`). `level` is the part's, if it
+    rose."""
 
     places: Places
     excess_s: Floats
     spent_s: Floats
     begin_s: Floats
     end_s: Floats
+    extent_s: tuple[Floats, Floats]
+    level: Level | None = None
 
 
 Carriers = dict[tuple[str, str], "Places"]
@@ -119,14 +144,10 @@ def carriers_of(rows: Sequence[RolloutTime], tool_s: Floats) -> Carriers:
     for name, values in columns.items():
         if name in NUMBERS or name in COUNTS:
             carriers |= high_places(name, _numbers(values))
-        elif name not in UNTESTED:
+        elif name != WAITED:
             carriers |= {(name, value): places for value, places in places_by_value(values).items()}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cpu_s = _numbers(columns.get("cpu_s", [None] * len(rows)))
-        shares = cpu_s / np.where(tool_s > 0, tool_s, np.nan)
-    if (known := shares[np.isfinite(shares)]).size:
-        limit = min(float(np.quantile(known, CPU_SHARE)), float(np.median(known)) / 2)
-        carriers["cpu_share", "low"] = np.nonzero(shares <= limit)[0]
+    waited_s = _numbers(columns.get(WAITED, [None] * len(rows)))
+    carriers[STARVED, ""] = np.nonzero((tool_s > 0) & (waited_s >= STARVED_SHARE * tool_s))[0]
     # Where all ran on one host, that attempts failed there says no more than that they failed.
     hosts = {value for kind, value in carriers if kind in ("host", "failed_on")}
     told = {key: places for key, places in carriers.items() if key[0] != "failed_on" or len(hosts) > 1}
@@ -201,7 +222,7 @@ def common_factors(
     cohorts: Cohorts, held_up: Mapping[str, Held], meanwhile: Sequence[Interval]
 ) -> dict[str, list[tuple[Factor, frozenset[int]]]]:
     """Return the factors of each part with the rollouts that have them, the most convincing first. Compared are the
-    rollouts that ended by themselves, and those that were held up."""
+    rollouts that ended by themselves."""
     rows = cohorts.rows
     numbers = {group: number for number, group in enumerate(dict.fromkeys(row.group for row in rows))}
     groups = np.fromiter((numbers[row.group] for row in rows), dtype=np.int64, count=len(rows))
@@ -212,18 +233,33 @@ def common_factors(
     for part, held in held_up.items():
         if len(held.places) < LEAST_SUPPORT:
             continue
-        population, slow = cohorts.finished.copy(), np.zeros(len(rows), dtype=np.bool_)
-        population[held.places] = slow[held.places] = True
+        population, slow = cohorts.finished, np.zeros(len(rows), dtype=np.bool_)
+        slow[held.places] = population[held.places]
         nearest = NEAREST.get(stage_of(part), ())
+        every = _Tested(part, (), np.nonzero(population)[0], slow, population, groups, held)
+        tested = [*_in_time(every)]
         for names, places in distinct_sets(part, labels | beside(held, meanwhile), population):
             kinds = [kind for kind, _ in names]
             order = sorted(range(len(names)), key=lambda at: (kinds[at] in LAST, _rank(nearest, kinds[at])))
-            each = _Tested(part, tuple(names[at] for at in order), places, slow, population, groups)
+            tested.append(replace(every, names=tuple(names[at] for at in order), places=places))
+        for each in tested:
             least.append(each.least_p())
             if (factor := each.factor()) is not None:
                 found[part].append(replace(each, whole=factor))
     limit = discovery_limit([each.whole.p for some in found.values() for each in some if each.whole], least)
-    return {part: list(independent_factors(part, some, limit)) for part, some in found.items()}
+    events = {interval.kind for interval in meanwhile}
+    return {part: list(independent_factors(part, some, limit, labels, events)) for part, some in found.items()}
+
+
+def _in_time(every: _Tested) -> Iterator[_Tested]:
+    """Yield the level or the windows of a part as hypotheses, from one that has all rollouts."""
+    level = every.held.level
+    if level is None:
+        yield from every.windows()
+        return
+    after = every.places[every.held.begin_s[every.places] >= level.begin_s]
+    when = level.begin_s, None
+    yield replace(every, names=((AFTER, ""),), places=after, picked=len(every.places), when=when)
 
 
 def distinct_sets(part: str, carriers: Carriers, population: Flags) -> Iterator[tuple[list[tuple[str, str]], Places]]:
@@ -247,7 +283,8 @@ def distinct_sets(part: str, carriers: Carriers, population: Flags) -> Iterator[
 @dataclass(frozen=True, slots=True)
 class _Tested:
     """A hypothesis: slow rollouts of this part are more frequent among `places`. `groups` numbers the group of each
-    rollout, and `whole` is the factor over the whole population, once it is tested."""
+    rollout, and `whole` is the factor over the whole population, once it is tested. `picked` is the number of
+    hypotheses from which this one was picked by its rollouts, and `when` its begin and end."""
 
     part: str
     names: tuple[tuple[str, str], ...]
@@ -255,12 +292,36 @@ class _Tested:
     slow: Flags
     population: Flags
     groups: Places
+    held: Held
     whole: Factor | None = None
+    picked: int = 1
+    when: tuple[float | None, float | None] = (None, None)
 
     def least_p(self) -> float:
         """Return the smallest probability that the test can have, with as many slow rollouts."""
         slow = int(self.slow.sum())
-        return upper_tail(int(self.population.sum()), len(self.places), slow, min(slow, len(self.places)))
+        p = upper_tail(int(self.population.sum()), len(self.places), slow, min(slow, len(self.places)))
+        return min(1.0, self.picked * p)
+
+    def windows(self) -> Iterator[_Tested]:
+        """Yield the windows in which the slow ones of these rollouts crowd, each as one of all windows among them."""
+        population = np.zeros(len(self.population), dtype=np.bool_)
+        population[self.places] = True
+        slow, picked = self.slow & population, len(self.places) * (len(self.places) + 1) // 2
+        for each in windows(self.held.begin_s, self.held.extent_s, slow, population, self.groups):
+            window = replace(self, names=((WINDOW, ""),), places=each.places, slow=slow, population=population)
+            yield replace(window, whole=None, picked=picked, when=(each.begin_s, each.end_s))
+
+    def meeting(self) -> Places:
+        """Return the rollouts whose phase met the time of this window or level."""
+        begin_s, end_s = self.when
+        met = (self.held.end_s >= (begin_s or 0.0)) & (self.held.begin_s <= (math.inf if end_s is None else end_s))
+        return np.nonzero(met)[0]
+
+    def stands(self, without: Places) -> bool:
+        """Return whether it is likely also among the rollouts that are not in `without`."""
+        factor = self.factor(without)
+        return factor is not None and factor.p <= RECURRED
 
     def factor(self, without: Places | None = None) -> Factor | None:
         """Test it among the rollouts that are not in `without`; None if too few slow rollouts have it, or not often
@@ -282,8 +343,10 @@ class _Tested:
             support=support,
             slow=all_slow,
             lift=(support / all_slow) / (len(places) / total),
-            p=upper_tail(total, len(places), all_slow, support),
+            p=min(1.0, self.picked * upper_tail(total, len(places), all_slow, support)),
             same=tuple(texts)[1:],
+            begin_s=self.when[0],
+            end_s=self.when[1],
         )
 
 
@@ -301,7 +364,9 @@ def discovery_limit(probabilities: Iterable[float], least: Sequence[float]) -> f
     return max(accepted, default=-1.0)
 
 
-def independent_factors(part: str, found: Sequence[_Tested], limit: float) -> Iterator[tuple[Factor, frozenset[int]]]:
+def independent_factors(
+    part: str, found: Sequence[_Tested], limit: float, labels: Carriers, events: Collection[str]
+) -> Iterator[tuple[Factor, frozenset[int]]]:
     """Yield the factors of a part, the most convincing first, each if it still stands among the rollouts that no
     factor before it has."""
     stage = stage_of(part)
@@ -311,18 +376,58 @@ def independent_factors(part: str, found: Sequence[_Tested], limit: float) -> It
         return factor.kind not in direct, factor.kind in LAST
 
     left = [(each.whole, each) for each in found if each.whole is not None and each.whole.p <= limit]
+    moments = [(each.whole.p, each) for each in found if each.whole is not None and each.when[0] is not None]
+    if moments:
+        moment = min(moments, key=itemgetter(0))[1].meeting()
+        left = [pair for pair in left if pair[0].kind not in events or pair[0].kind in direct or pair[1].stands(moment)]
     left.sort(key=lambda pair: (group(pair[0]), pair[0].p))
     explained = np.zeros(0, dtype=np.int64)
     while left:
         first = left[0][0]
         near = [pair for pair in left if group(pair[0]) == group(first) and pair[0].p <= NEAR * first.p]
         best = min(near, key=lambda pair: (_rank(nearest, pair[0].kind), pair[0].p))
+        if best[0].kind == WINDOW:
+            # An event that occurred again and again says more than one of its occurrences.
+            recurring = (pair for pair in left if pair[0].kind in events and _covers(pair[1], best[1]))
+            best = next(recurring, best)
         left = [pair for pair in left if pair is not best]
         factor, each = best
         again = each.factor(explained)
         if again is not None and again.p <= limit:
+            if factor.kind == WINDOW:
+                yield from _within(each, limit, labels)
+            elif factor.begin_s is None and factor.kind not in events:
+                factor = _narrowed(each, factor, limit)
             yield factor, frozenset(each.places.tolist())
             explained = np.union1d(explained, each.places)
+
+
+def _covers(event: _Tested, window: _Tested) -> bool:
+    """Return whether most slow rollouts of a window met an event."""
+    slow = window.places[window.slow[window.places]]
+    return bool(np.isin(slow, event.places).mean() >= COVERED)
+
+
+def _narrowed(label: _Tested, factor: Factor, limit: float) -> Factor:
+    """Return the factor with the window in which the slow ones among its rollouts crowd, if there is one."""
+    for window in label.windows():
+        found = window.factor()
+        if found is not None and found.p <= limit:
+            return replace(factor, begin_s=found.begin_s, end_s=found.end_s)
+    return factor
+
+
+def _within(window: _Tested, limit: float, labels: Carriers) -> Iterator[tuple[Factor, frozenset[int]]]:
+    """Yield the label that says whose window it was, if slow rollouts have it more often than the others within it."""
+    inside = np.zeros(len(window.population), dtype=np.bool_)
+    inside[window.places] = True
+    slow, best = window.slow & inside, None
+    for names, places in distinct_sets(window.part, labels, inside):
+        each = replace(window, names=tuple(names), places=places, population=inside, slow=slow, picked=1)
+        if (factor := each.factor()) is not None and factor.p <= limit and (best is None or factor.p < best[0].p):
+            best = factor, places
+    if best is not None:
+        yield best[0], frozenset(best[1].tolist())
 
 
 def _rank(nearest: Sequence[str], kind: str) -> int:

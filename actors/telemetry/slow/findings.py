@@ -1,15 +1,16 @@
 """Which rollouts were slow, by how much in each part, and which others the same parts held up.
 
 Invariants:
-- A rollout is slow against its cohort; where a whole task is slow in one part, against the other tasks; and where a
-  common factor slows so much of a cohort that its p95 is that of slow ones, because of the factor.
+- A rollout is slow against its cohort; where a whole task is slow in one part, against the other tasks; where a part
+  rose for good, against what it took before; and where a common factor slows so much of a cohort that its p95 is that
+  of slow ones, because of the factor.
 - Excess is the seconds that the median would save; it is never negative.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.actors.telemetry.slow.cohort import Cohorts
 from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT, Factor, Held
+from headrace.actors.telemetry.slow.moments import Level, level
 from headrace.actors.telemetry.slow.rows import (
     DISPATCH,
     EARLIER_ATTEMPTS,
@@ -26,7 +28,7 @@ from headrace.actors.telemetry.slow.rows import (
     UNATTRIBUTED,
     is_of_evaluation,
 )
-from headrace.buffer.trajectories.breakdown import BEFORE_AGENT, TOOL, is_of_agent
+from headrace.buffer.trajectories.breakdown import BEFORE_AGENT, GATE, TOOL, is_of_agent
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -47,9 +49,9 @@ LEAST_MEMBERS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A slow rollout before its factor is known; `against` is `cohort`, `tasks` or `factor`, `excess_s` are the seconds
-    of its parts above what is typical of them, where they are any, and `causes` is the part with the most excess, or
-    two if it has less than half of all."""
+    """A slow rollout before its factor is known; `against` is `cohort`, `tasks`, `level` or `factor`, `excess_s` are
+    the seconds of its parts above what is typical of them, where they are any, and `causes` is the part with the most
+    excess, or two if it has less than half of all."""
 
     against: str
     excess_s: Mapping[str, float]
@@ -60,10 +62,52 @@ class Found:
         return sum(self.excess_s.values())
 
 
-def against_cohort(cohorts: Cohorts, medians: Floats, places: Places, against: str) -> dict[int, Found]:
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Begin and end of the phase of each part in each rollout, in Unix time, each of shape (rows,), and the levels of
+    parts that rose for good."""
+
+    of: Mapping[str, tuple[Floats, Floats]]
+    levels: Mapping[str, Level]
+
+    @classmethod
+    def find(cls, cohorts: Cohorts) -> Phases:
+        """Find the phases and levels of all parts."""
+        phases = phases_of(cohorts, cohorts.parts)
+        done = np.nonzero(cohorts.finished)[0]
+        levels = {}
+        # A gate is open until the first push, and that is no rise.
+        for part in (part for part in cohorts.parts if part != GATE):
+            seconds = cohorts.seconds[done, cohorts.column[part]]
+            if (found := level(phases[part][0][done], seconds, cohorts.totals[done])) is not None:
+                levels[part] = found
+        return cls(phases, levels)
+
+    def typical(self, cohorts: Cohorts, places: Places) -> Floats:
+        """Return the median seconds of each part in the cohorts of these rollouts, of shape (places, parts); of a part
+        that rose for good, at most those before."""
+        typical = cohorts.part_quantiles(places, (0.5,))[0][:, 0]
+        for part, rise in self.levels.items():
+            column, after = cohorts.column[part], self.of[part][0][places] >= rise.begin_s
+            typical[after, column] = np.minimum(typical[after, column], rise.before_s)
+        return typical
+
+
+def against_cohort(cohorts: Cohorts, phases: Phases, medians: Floats, places: Places, against: str) -> dict[int, Found]:
     """Return these rollouts with their excess over the medians of their cohorts."""
-    typical = cohorts.part_quantiles(places, (0.5,))[0][:, 0]
-    return _found(cohorts, places, against, typical, medians[places])
+    return _found(cohorts, places, against, phases.typical(cohorts, places), medians[places])
+
+
+def slow_by_level(cohorts: Cohorts, phases: Phases, medians: Floats) -> dict[int, Found]:
+    """Return the rollouts that a part which rose for good made slow against the time before. Their cohorts, which have
+    the new level, would hide it."""
+    found: dict[int, Found] = {}
+    for part, rise in phases.levels.items():
+        above_s = cohorts.seconds[:, cohorts.column[part]] - rise.before_s
+        after = cohorts.finished & (phases.of[part][0] >= rise.begin_s)
+        places = np.nonzero(after & (cohorts.totals > RATIO * (cohorts.totals - above_s)))[0]
+        found |= against_cohort(cohorts, phases, medians, places, "level")
+    return found
 
 
 def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
@@ -79,26 +123,46 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
             continue
         of_parts = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
         medians = np.column_stack((of_parts, of_parts.sum(axis=1)))
-        middle = np.median(medians, axis=0)
-        spread = 1.4826 * np.median(np.abs(medians - middle), axis=0)
-        total_s = float(middle[-1])
-        least_s = LEAST_SHARE * total_s
-        above = medians - middle
-        outlying = (above > OUTLYING * spread) & (above > least_s)
-        for number in np.nonzero(outlying.any(axis=1))[0]:
-            members, in_parts = tasks[keys[number]], np.nonzero(outlying[number, :-1])[0]
-            if len(in_parts):
-                part = in_parts[np.argmax(above[number, in_parts])]
-                over_s = cohorts.seconds[members, part] - middle[part]
-            else:
-                over_s = cohorts.totals[members] - total_s
-            slow = members[over_s > least_s]
-            typical = np.broadcast_to(middle[:-1], (len(slow), len(middle) - 1))
-            found |= _found(cohorts, slow, "tasks", typical, np.full(len(slow), total_s))
+        for numbers, others, columns in _compared(cohorts, [tasks[key] for key in keys]):
+            middle = np.median(medians[others], axis=0)
+            spread = 1.4826 * np.median(np.abs(medians[others] - middle), axis=0)
+            total_s = float(middle[-1])
+            least_s = LEAST_SHARE * total_s
+            above = medians - middle
+            outlying = columns & (above > OUTLYING * spread) & (above > least_s)
+            for number in numbers[outlying[numbers].any(axis=1)]:
+                members, in_parts = tasks[keys[number]], np.nonzero(outlying[number, :-1])[0]
+                if len(in_parts):
+                    part = in_parts[np.argmax(above[number, in_parts])]
+                    over_s = cohorts.seconds[members, part] - middle[part]
+                else:
+                    over_s = cohorts.totals[members] - total_s
+                slow = members[over_s > least_s]
+                typical = np.broadcast_to(middle[:-1], (len(slow), len(middle) - 1))
+                found |= _found(cohorts, slow, "tasks", typical, np.full(len(slow), total_s))
     return found
 
 
-def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found]) -> dict[str, Held]:
+def _compared(cohorts: Cohorts, tasks: Sequence[Places]) -> Iterator[tuple[Places, Places, NDArray[np.bool_]]]:
+    """Yield numbers of tasks, of those that they are compared with, and in which parts, or (last) as a whole: with all;
+    and in what an image may slow, which would be typical of itself if half of the tasks have it, with tasks of the same
+    family that have another one, if these are enough."""
+
+    def value(label: str) -> list[str]:
+        return [str(cohorts.rows[places[0]].labels.get(label, "")) for places in tasks]
+
+    keys = list(zip(value("family"), value("image"), strict=True))
+    every = np.arange(len(tasks))
+    of_image = [part in BEFORE_AGENT or is_of_evaluation(part) for part in cohorts.parts]
+    yield every, every, np.ones(len(of_image) + 1, dtype=np.bool_)
+    for family, image in dict.fromkeys(keys):
+        others = [number for number, key in enumerate(keys) if key[0] == family and key[1] != image]
+        if len(others) >= LEAST_TASKS - 1:
+            with_image = np.array([number for number, key in enumerate(keys) if key == (family, image)])
+            yield with_image, np.array(others), np.array([*of_image, False])
+
+
+def held_up_by_part(cohorts: Cohorts, phases: Phases, medians: Floats, found: Mapping[int, Found]) -> dict[str, Held]:
     """Return the rollouts that each part held up: the slow ones of which it is the cause, and those in which it took
     longer than its median by `HELD_UP` of a typical rollout, since a factor slows more rollouts than lie above the p95.
     Several tools are also counted together, as `TOOL`, since what slows a sandbox slows them all."""
@@ -113,8 +177,7 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
     for seconds in spent_s.values():
         longer |= seconds > least_s
     candidates = np.nonzero(cohorts.finished & longer)[0]
-    typical = cohorts.part_quantiles(candidates, (0.5,))[0][:, 0]
-    phases, held_up = phases_of(cohorts, groups), {}
+    typical, held_up = phases.typical(cohorts, candidates), {}
     caused: defaultdict[str, list[int]] = defaultdict(list)
     for place, each in found.items():
         caused[each.causes[0]].append(place)
@@ -126,13 +189,18 @@ def held_up_by_part(cohorts: Cohorts, medians: Floats, found: Mapping[int, Found
             for place in caused[part]:
                 excess_s.setdefault(place, found[place].excess_s.get(part, 0.0))
         if len(excess_s) >= LEAST_SUPPORT:
-            begin_s, end_s = phases[name]
+            begin_s, end_s = phases.of[parts[0]]
+            first_s, last_s = (extents[:, columns[name]] for extents in cohorts.extents)
+            extent_s = first_s.min(axis=1), last_s.max(axis=1)
+            known = np.isfinite(extent_s[0])
             held_up[name] = Held(
                 places=np.array(list(excess_s), dtype=np.int64),
                 excess_s=np.array(list(excess_s.values())),
                 spent_s=spent_s[name],
                 begin_s=begin_s,
                 end_s=end_s,
+                extent_s=(np.where(known, extent_s[0], begin_s), np.where(known, extent_s[1], end_s)),
+                level=phases.levels.get(name),
             )
     return held_up
 
@@ -171,7 +239,12 @@ def phases_of(cohorts: Cohorts, parts: Iterable[str]) -> dict[str, tuple[Floats,
 
 
 def slow_by_factor(
-    cohorts: Cohorts, medians: Floats, held_up: Mapping[str, Held], factors: Factors, found: Mapping[int, Found]
+    cohorts: Cohorts,
+    phases: Phases,
+    medians: Floats,
+    held_up: Mapping[str, Held],
+    factors: Factors,
+    found: Mapping[int, Found],
 ) -> dict[int, Found]:
     """Return the rollouts that a part with a common factor held up, that have the factor and are above 1.5 times the
     median of their cohort, but not above its p95: if a factor slows more than 5 % of a cohort, its p95 is that of slow
@@ -186,7 +259,7 @@ def slow_by_factor(
     hidden = np.array(sorted(carriers - found.keys()), dtype=np.int64)
     return {
         place: each
-        for place, each in against_cohort(cohorts, medians, hidden, "factor").items()
+        for place, each in against_cohort(cohorts, phases, medians, hidden, "factor").items()
         if factor_of(each.causes[0], place, factors) is not None
     }
 

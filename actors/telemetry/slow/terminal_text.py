@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.slow.cohort import Cohorts, Typical
+from headrace.actors.telemetry.slow.moments import spoken
 from headrace.actors.telemetry.slow.rows import RolloutTime, RunTimes, in_order
 from headrace.actors.telemetry.slow.timelines import AttemptTimeline, kind_of_part, lanes_of, longest_of, merged_lines
 from headrace.actors.telemetry.slow.verdicts import SlowReport, Verdict, explain
@@ -62,6 +63,9 @@ def slow_lines(report: SlowReport, verdicts: Sequence[Verdict], top: int) -> lis
     lines = [f"{len(verdicts)} of {report.rollouts} rollouts were slow"]
     if not verdicts:
         lines = [f"none of {report.rollouts} rollouts was slow"]
+    elif (crowd := report.crowd) is not None:
+        when = spoken(crowd.begin_s, crowd.end_s)
+        lines.append(f"{crowd.rollouts} of all {len(report.verdicts)} slow ones fall into one stretch: {when}")
     lines += [f"cause: {printable(cause.line())}" for cause in report.causes[:CAUSES] if verdicts]
     if report.outside_agent is not None and verdicts:
         lines.append(f"{report.outside_agent:.0%} of the time above typical was spent outside the agent")

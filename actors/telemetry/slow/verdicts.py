@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
@@ -15,16 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from headrace.actors.telemetry.slow.advice import advise
+from headrace.actors.telemetry.slow.advice import OVERLOADED, advise
 from headrace.actors.telemetry.slow.cohort import ENOUGH, Cohorts
 from headrace.actors.telemetry.slow.factors import Factor, common_factors
 from headrace.actors.telemetry.slow.findings import (
     RATIO,
+    Floats,
     Found,
+    Phases,
     against_cohort,
     factor_of,
     held_up_by_part,
     slow_by_factor,
+    slow_by_level,
     slow_tasks,
 )
 from headrace.actors.telemetry.slow.rows import RUNNING, RolloutTime, RunTimes, StepTime
@@ -67,8 +70,9 @@ class BesideCohort:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Verdict on one slow rollout. `causes` are the parts with the most excess: one, or two if no part has half of it.
-    `against` says what it is slow against: `cohort`; `tasks` if its whole task is slow; or `factor` if it is not above
-    the p95 of its cohort, since a common factor slows so many of it."""
+    `against` says what it is slow against: `cohort`; `tasks` if its whole task is slow; `level` if a part rose for
+    good, of which its cohort has the new level; or `factor` if it is not above the p95 of its cohort, since a common
+    factor slows so many of it."""
 
     rollout_id: str
     attempt: int
@@ -128,9 +132,19 @@ class RunCause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """A stretch of the run in Unix time, and how many slow rollouts fall into it."""
+
+    rollouts: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlowReport:
     """Verdicts of a run, the costliest first. `few` counts rollouts whose cohort had to borrow from the recipe;
-    `outside_agent` is the share of all excess in parts before and after the agent."""
+    `outside_agent` is the share of all excess in parts before and after the agent. `crowd` is the stretch of the run,
+    as long as a usual rollout, in which most of the slow rollouts had their slow part."""
 
     rollouts: int
     few: int
@@ -138,6 +152,7 @@ class SlowReport:
     causes: tuple[RunCause, ...]
     missing: tuple[str, ...]
     outside_agent: float | None
+    crowd: Crowd | None = None
 
     def to_json(self, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         """Return the report with these verdicts of it: all those of a long run take seconds to convert."""
@@ -151,10 +166,12 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
     cohorts = Cohorts(times.rows, of_recipe=of_recipe)
     medians, highs, counts = cohorts.limits()
     slow = np.nonzero((cohorts.totals > highs) & (cohorts.totals > RATIO * medians))[0]
-    found = against_cohort(cohorts, medians, slow, "cohort") | slow_tasks(cohorts)
-    held_up = held_up_by_part(cohorts, medians, found)
+    phases = Phases.find(cohorts)
+    found = slow_by_level(cohorts, phases, medians)
+    found |= against_cohort(cohorts, phases, medians, slow, "cohort") | slow_tasks(cohorts)
+    held_up = held_up_by_part(cohorts, phases, medians, found)
     factors = common_factors(cohorts, held_up, times.meanwhile)
-    found |= slow_by_factor(cohorts, medians, held_up, factors, found)
+    found |= slow_by_factor(cohorts, phases, medians, held_up, factors, found)
     places = np.array(sorted(found), dtype=np.int64)
     typical, finished = cohorts.part_quantiles(places, (0.5, 0.9))
     costs = step_costs(times.rows, times.steps, {place: each.total_excess_s for place, each in found.items()})
@@ -180,7 +197,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
                 causes=parts,
                 factor=factor,
                 cost_s=costs.get(place, 0.0),
-                advice=advise(parts[0], None if factor is None else factor.kind),
+                advice=advise(parts[0], None if factor is None else factor.kind, overloaded=is_overloaded(row)),
                 waits_s=row.waits_s,
                 beside=BesideCohort(
                     names=cohorts.parts,
@@ -200,6 +217,7 @@ def explain(times: RunTimes, *, of_recipe: bool = False, first_part_only: bool =
         causes=rank(verdicts),
         missing=(*times.missing, *clock_lines(times.rows)),
         outside_agent=outside_agent_share(found),
+        crowd=crowd_of(cohorts, phases, found, medians),
     )
 
 
@@ -232,7 +250,8 @@ def step_costs(
 
 
 def rank(verdicts: Sequence[Verdict]) -> tuple[RunCause, ...]:
-    """Return the causes of a run, the costliest first: by seconds of delayed steps, then by excess."""
+    """Return the causes of a run, those with a factor first, which can be mended; of each kind the costliest first: by
+    seconds of delayed steps, then by excess."""
     groups: defaultdict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         groups[verdict.part, "" if verdict.factor is None else verdict.factor.text()].append(verdict)
@@ -243,11 +262,35 @@ def rank(verdicts: Sequence[Verdict]) -> tuple[RunCause, ...]:
             rollouts=len(some),
             excess_s=sum(one.excess_s for one in some),
             cost_s=sum(one.cost_s for one in some),
-            advice=some[0].advice,
+            advice=Counter(one.advice for one in some).most_common(1)[0][0],
         )
         for (part, _), some in groups.items()
     ]
-    return tuple(sorted(causes, key=lambda cause: (-cause.cost_s, -cause.excess_s, cause.part)))
+    return tuple(sorted(causes, key=lambda cause: (cause.factor is None, -cause.cost_s, -cause.excess_s, cause.part)))
+
+
+def is_overloaded(row: RolloutTime) -> bool:
+    """Return whether a rollout's host had more work than CPUs, as far as its load says."""
+    load = row.labels.get("load")
+    return isinstance(load, int | float) and load >= OVERLOADED
+
+
+def crowd_of(cohorts: Cohorts, phases: Phases, found: Mapping[int, Found], medians: Floats) -> Crowd | None:
+    """Return where most slow rollouts had the middle of their slow part; None if nothing was slow."""
+    known = medians[np.isfinite(medians)]
+    if not found or not len(known):
+        return None
+    first_s, last_s = cohorts.extents
+    middle_s = []
+    for place, each in found.items():
+        column, (begin_s, end_s) = cohorts.column[each.causes[0]], phases.of[each.causes[0]]
+        known_s = np.isfinite(first_s[place, column])
+        ends = (first_s[place, column], last_s[place, column]) if known_s else (begin_s[place], end_s[place])
+        middle_s.append(sum(ends) / 2)
+    at_s, length_s = np.sort(middle_s), float(np.median(known))
+    counts = np.searchsorted(at_s, at_s + length_s, "right") - np.arange(len(at_s))
+    first = int(np.argmax(counts))
+    return Crowd(rollouts=int(counts[first]), begin_s=float(at_s[first]), end_s=float(at_s[first + counts[first] - 1]))
 
 
 def clock_lines(rows: Sequence[RolloutTime]) -> list[str]:

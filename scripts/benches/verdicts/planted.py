@@ -1,4 +1,5 @@
-"""Small simulated runs with one planted cause of slowness, or with none.
+"""Small simulated runs with one planted cause of slowness, or with none. Causes that lie in time are planted in the
+times of a run without one (`moments`).
 
 Invariants:
 - A run follows from its seed and its cause alone; what differs between runs (sizes, durations, magnitude) is drawn.
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from headrace.actors.runtime.simulated.tasks import task_name
 from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan
+from headrace.actors.telemetry.slow.factors import Factor
 from headrace.buffer.trajectories.breakdown import BOOT, ENGINE_DECODE, EVALUATE_CHECK, GATE, QUEUE, TOOL
 
 TOOLS: Final = ("bash", "edit", "search")
@@ -48,9 +50,21 @@ class Cause(StrEnum):
     RETRIES = "retries"
     CPU = "cpu"
     RETRACTION = "retraction"
+    WHOLE_IMAGE = "whole_image"
+    """All boots of an image, so also all rollouts of some tasks."""
+    ENGINE_WINDOW = "engine_window"
+    GATEWAY = "gateway"
+    GATEWAY_STOP = "gateway_stop"
+    STOP = "stop"
+    LEDGER_WINDOW = "ledger_window"
+    LEVEL = "level"
+    WINDOW = "window"
+    """The last seven lie in time, or at a gateway: see `moments`."""
 
 
 CAUSES: Final = tuple(cause for cause in Cause if cause is not Cause.NONE)
+STEPS_OF_MOMENTS: Final = 2 * STEPS
+"""Steps of a run with a cause that lies in time, which takes a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +84,14 @@ class Planted:
         """Return whether the cause prolongs this part."""
         return any(part == name or (name.endswith(".") and part.startswith(name)) for name in self.parts)
 
+    def is_factor(self, factor: Factor) -> bool:
+        """Return whether this factor is the planted one."""
+        return (factor.kind, factor.value) in self.factors
 
-def planted_run(seed: int, cause: Cause, draw: int = 0) -> Planted:
-    """Draw a run with this cause; `draw` counts the runs of the same seed that the cause did not affect."""
+
+def planted_run(seed: int, cause: Cause, draw: int = 0, *, steps: int = STEPS) -> Planted:
+    """Draw a run with this cause; `draw` counts the runs of the same seed that the cause did not affect. Nothing is
+    planted for a cause that lies in time."""
     chance = random.Random(f"planted {seed} {cause}" + (f" {draw}" if draw else ""))
     sizes = {
         "hosts": chance.randint(3, 6),
@@ -88,7 +107,7 @@ def planted_run(seed: int, cause: Cause, draw: int = 0) -> Planted:
         "slots": SLOTS,
         "batch_size": chance.choice((32, 36, 40)),
         "group_size": GROUP,
-        "steps": STEPS,
+        "steps": steps,
         "learner_s": chance.uniform(10, 30),
         "push": chance.choice(("overlap", "pause")),
         "push_s": chance.uniform(1, 4),
@@ -138,6 +157,8 @@ def _cause(cause: Cause, keys: dict[str, Any], excess_s: float, chance: random.R
             return (BOOT,), (("host", host),), slow(host, keys["boot_s"], wholly)
         case Cause.IMAGE:
             return (BOOT,), (("image", image),), slow(image, keys["boot_s"], few)
+        case Cause.WHOLE_IMAGE:
+            return (BOOT,), (("image", image),), slow(image, keys["boot_s"], 1.0, kind="image")
         case Cause.ENGINE:
             return (ENGINE_DECODE,), (("engines", engine),), slow(engine, 0.8 * half_s, wholly)
         case Cause.RETRACTION:
@@ -147,7 +168,7 @@ def _cause(cause: Cause, keys: dict[str, Any], excess_s: float, chance: random.R
             # Attempts that hardly call the tool are not affected.
             return (f"{TOOL}{tool}",), (("task", task),), slow(task, tool_s, 1.4 * few, tool=tool)
         case Cause.CPU:
-            return (TOOL,), (("host", host), ("cpu_share", "low")), slow(host, half_s, wholly)
+            return (TOOL,), (("host", host), ("starved", "")), slow(host, half_s, wholly)
         case Cause.EVALUATOR:
             return (EVALUATE_CHECK,), (("task", task),), slow(task, keys["evaluate_s"], few)
         case Cause.RETRIES:
@@ -156,17 +177,18 @@ def _cause(cause: Cause, keys: dict[str, Any], excess_s: float, chance: random.R
             # Of few pushes at least one has to be slow.
             return (GATE,), (("push", ""),), slow("", keys["push_s"], 1.5 * few) | {"push": "pause"}
         case Cause.EVALUATION:
-            # Training uses most of the boots, and an evaluation as many as training does in a rollout's time. There is
-            # one evaluation: with more, one would run nearly always.
+            # Training uses most of the boots, and an evaluation as many as training does in a rollout's time. There are
+            # two evaluations: one would be one observation, and with more, one would run nearly always.
             boots, heldout = chance.randint(1, 2), SLOTS - 1
             boot_s = boots * keys["hosts"] * (agent_s + keys["evaluate_s"]) / (1.3 * SLOTS)
             changes = {
-                "evaluate_every": STEPS // 2,
+                "evaluate_every": STEPS,
+                "steps": 3 * STEPS - 1,
                 "heldout": heldout,
                 "boots": boots,
                 "boot_s": boot_s,
                 "held_out_share": 1.0,
             }
             return (QUEUE,), (("evaluation", ""),), changes
-        case Cause.NONE:
+        case _:
             return (), (), {}

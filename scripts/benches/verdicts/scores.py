@@ -62,6 +62,7 @@ def summarize(scores: Sequence[RunScore]) -> dict[str, Any]:
         "phase_recall_of_rollouts": sum(score.named for score in planted) / called if called else None,
         "factor_recall": _share([score.explains_factor for score in planted]),
         "false_factors": _share([bool(score.factors) for score in free]),
+        "wrong_factors": _share([any(not planted for _, planted in score.factors) for score in planted]),
         "runs": len(scores),
         "redrawn": sum(score.redrawn for score in scores),
         "causes": {str(cause): _of_cause(runs) for cause, runs in by_cause.items()},

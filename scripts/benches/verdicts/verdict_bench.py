@@ -5,7 +5,7 @@ Invariants:
 - Seeds are drawn from the operating system unless one is given, and printed: the first one repeats all runs.
 - A run whose planted cause affected fewer than three rollouts, such as a slow image that was hardly booted, is drawn
   again; `redrawn` counts them.
-- A third of the runs has no cause; the others have the ten causes in turn.
+- A third of the runs has no cause; the others have the causes in turn.
 - Verdicts are those of `headrace trace slow`: from the ledger and metrics of a run, which know nothing of its cause.
 """
 
@@ -16,12 +16,14 @@ import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-from benches.verdicts.planted import CAUSES, Cause, Planted, planted_run
+from benches.verdicts.moments import MOMENTS, Plant, plant_moment
+from benches.verdicts.planted import CAUSES, STEPS_OF_MOMENTS, Cause, Planted, planted_run
 from benches.verdicts.scores import RunScore, summarize
 from benches.verdicts.truth import affected_rollouts
 from headrace.actors.simulation.virtual.simulate import run_plan
@@ -29,7 +31,6 @@ from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT
 from headrace.actors.telemetry.slow.reading import read_times
 from headrace.actors.telemetry.slow.verdicts import SlowReport, explain
 from headrace.buffer.audit.evidence import read_evidence
-from headrace.buffer.trajectories.types import RolloutId
 
 PROCESSES: Final = 2
 MOST_DRAWS: Final = 10
@@ -78,32 +79,38 @@ def _without_warnings() -> None:
 def judge_run(seed: int, cause: Cause) -> dict[str, RunScore]:
     """Simulate one run and score the verdicts of each variant about it. A run whose cause has affected fewer rollouts
     than a factor needs is drawn again."""
+    truth: Planted | Plant
+    affected: AbstractSet[str]
     for draw in range(MOST_DRAWS):
-        planted = planted_run(seed, cause, draw)
+        truth = planted = planted_run(seed, cause, draw)
+        if cause in MOMENTS:
+            planted = planted_run(seed, Cause.NONE, draw, steps=STEPS_OF_MOMENTS)
         with tempfile.TemporaryDirectory(prefix="headrace-verdicts-") as scratch:
             folder = Path(scratch) / "run"
             run_plan(planted.plan, folder)
-            affected = affected_rollouts(planted, read_evidence(folder))
-            if cause is not Cause.NONE and len(affected) < LEAST_SUPPORT:
-                continue
-            times = read_times(folder)
+            times, affected = read_times(folder), affected_rollouts(planted, read_evidence(folder))
+        if cause in MOMENTS:
+            truth = moment = plant_moment(times, cause, seed, draw)
+            times, affected = moment.times, moment.affected
+        if cause is not Cause.NONE and len(affected) < LEAST_SUPPORT:
+            continue
         reports = {name: explain(times, **changes) for name, changes in ABLATIONS.items()}
-        return {name: score_of(planted, affected, report, draw) for name, report in reports.items()}
+        return {name: score_of(seed, cause, truth, affected, report, draw) for name, report in reports.items()}
     raise RuntimeError(f"seed {seed}: {MOST_DRAWS} runs with cause {cause} affected too few rollouts")
 
 
-def score_of(planted: Planted, affected: set[RolloutId], report: SlowReport, redrawn: int = 0) -> RunScore:
+def score_of(
+    seed: int, cause: Cause, truth: Planted | Plant, affected: AbstractSet[str], report: SlowReport, redrawn: int = 0
+) -> RunScore:
     """Compare the verdicts about a run with its planted cause."""
     called = [verdict for verdict in report.verdicts if verdict.rollout_id in affected]
-    named = [verdict for verdict in called if any(map(planted.is_part, verdict.causes))]
+    named = [verdict for verdict in called if any(map(truth.is_part, verdict.causes))]
     factors = dict.fromkeys(
-        (cause.factor.text(), (cause.factor.kind, cause.factor.value) in planted.factors)
-        for cause in report.causes
-        if cause.factor is not None
+        (cause.factor.text(), truth.is_factor(cause.factor)) for cause in report.causes if cause.factor is not None
     )
     return RunScore(
-        seed=planted.seed,
-        cause=planted.cause,
+        seed=seed,
+        cause=cause,
         rollouts=report.rollouts,
         slow=len(report.verdicts),
         affected=len(affected),
