@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,20 +68,23 @@ def histories_of(
         )
 
 
-class End(NamedTuple):
-    """An attempt of training or evaluation (`purpose`) that has ended, with the number of its end. Of an evaluation
-    `issued_at_s` is None; `breakdown` is JSON, or None if nobody told where the time went."""
+class Attempt(NamedTuple):
+    """An attempt of training or evaluation (`purpose`), as its readers see it. `sequence` is the number of its end, 0
+    while it runs; of an evaluation `issued_at_s` is None; `breakdown` is JSON, or None if nobody told where the time
+    went."""
 
     sequence: int
     purpose: str
     rollout_id: str
     attempt: int
+    version: str
     issued_at_s: float | None
-    ended_at_s: float
+    ended_at_s: float | None
     cause: str
     turns: int
     trace_id: str
     host: str
+    charged_to: str | None
     breakdown: str | None
 
     @property
@@ -90,14 +94,22 @@ class End(NamedTuple):
             wall_s = float(json.loads(self.breakdown or "{}")["wall_s"])
         except (KeyError, TypeError, ValueError):
             wall_s = 0.0
-        return min(self.ended_at_s if self.issued_at_s is None else self.issued_at_s, self.ended_at_s - wall_s)
+        ended_s = math.inf if self.ended_at_s is None else self.ended_at_s
+        return min(ended_s if self.issued_at_s is None else self.issued_at_s, ended_s - wall_s)
 
 
-_ENDS: Final = {
-    "attempts": f"end_sequence, '{Purpose.TRAIN}', rollout_id, attempt, issued_at_s, ended_at_s, cause, turns",
-    "evaluations": f"end_sequence, '{Purpose.EVALUATION}', rollout_id, attempt, NULL, recorded_at_s, cause, 0",
+_KEY: Final = "coalesce(end_sequence, 0), '{}', rollout_id, attempt, version, "
+_ATTEMPTS: Final = {
+    Purpose.TRAIN: (
+        "attempts",
+        f"{_KEY.format(Purpose.TRAIN)} issued_at_s, ended_at_s, coalesce(cause, ''), turns, trace_id, host, charged_to",
+    ),
+    Purpose.EVALUATION: (
+        "evaluations",
+        f"{_KEY.format(Purpose.EVALUATION)} NULL, recorded_at_s, cause, 0, trace_id, host, NULL",
+    ),
 }
-"""Columns of `End` before `trace_id`, by table."""
+"""Table, and columns of `Attempt` before `breakdown`, by purpose."""
 
 
 class JoinedRows:
@@ -134,24 +146,29 @@ class JoinedRows:
             query = f"SELECT * FROM ({query}) ORDER BY {order}"
         return self._database.execute(query, values)
 
-    def ends(self, after: int = 0) -> Iterator[End]:
+    def attempts(self, purpose: Purpose) -> Iterator[Attempt]:
+        """Yield all attempts of a purpose in no order."""
+        table, first = _ATTEMPTS[purpose]
+        return map(Attempt._make, self.select(table, (first, "breakdown")))
+
+    def ends(self, after: int = 0) -> Iterator[Attempt]:
         """Yield the attempts that ended after the one with number `after`, in order; only what is taken is read."""
         return self._ends("end_sequence > ?", after)
 
-    def ends_of(self, rollouts: Iterable[str]) -> Iterator[End]:
+    def ends_of(self, rollouts: Iterable[str]) -> Iterator[Attempt]:
         """Yield the attempts of these rollouts that have ended, in order."""
         # The plus sign keeps SQLite from searching among all ends.
         return self._ends(
             "+end_sequence NOTNULL AND rollout_id IN (SELECT value FROM json_each(?))", json.dumps([*rollouts])
         )
 
-    def _ends(self, where: str, value: object) -> Iterator[End]:
-        rest, order = ("trace_id", "host", "breakdown"), "end_sequence"
+    def _ends(self, where: str, value: object) -> Iterator[Attempt]:
+        # The order of a compound query needs the name of a column.
         found = (
-            self.select(table, (first, *rest), where=where, order=order, values=(value,))
-            for table, first in _ENDS.items()
+            self.select(table, (first, "breakdown", "end_sequence"), where=where, order="end_sequence", values=(value,))
+            for table, first in _ATTEMPTS.values()
         )
-        return merge(*(map(End._make, rows) for rows in found))
+        return merge(*((Attempt._make(row[:-1]) for row in rows) for rows in found))
 
     def newest_end(self) -> int:
         """Return the number of the newest end; 0 before the first."""

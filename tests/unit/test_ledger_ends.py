@@ -10,18 +10,18 @@ from pathlib import Path
 from golden import make_ledger as making
 from headrace.actors.rollouts.evaluation_folders import evaluation_order
 from headrace.buffer.audit.evidence import rows_of
-from headrace.buffer.audit.joined_rows import End
+from headrace.buffer.audit.joined_rows import Attempt
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.trajectories.types import Cause, CheckpointRef
 from support import replay_cases as cases
 
 
-def ends_of(run_dir: Path, after: int = 0) -> list[End]:
+def ends_of(run_dir: Path, after: int = 0) -> list[Attempt]:
     with rows_of(run_dir) as rows:
         return list(rows.ends(after))
 
 
-def names_of(ends: list[End]) -> list[str]:
+def names_of(ends: list[Attempt]) -> list[str]:
     return [end.rollout_id for end in ends]
 
 

@@ -27,7 +27,7 @@ import orjson
 from headrace.actors.telemetry.prometheus import table
 from headrace.actors.telemetry.prometheus.series import Series, plain_value
 from headrace.buffer.audit.evidence import begin_with_archive, reading
-from headrace.buffer.audit.joined_rows import End, JoinedRows
+from headrace.buffer.audit.joined_rows import Attempt, JoinedRows
 from headrace.buffer.core.epochs import EPOCHS_RESERVED
 from headrace.buffer.core.records import FINAL, RolloutState
 from headrace.buffer.core.source_names import SEPARATOR
@@ -147,17 +147,17 @@ class LedgerFold:
             self._count_waste(end, state if end.attempt == last else None)
         self._open -= {*ids} - unfinished
 
-    def _count(self, end: End, *, again: bool = False) -> None:
+    def _count(self, end: Attempt, *, again: bool = False) -> None:
         """Count an attempt: its end, unless that was counted before, and its breakdown."""
-        of, purpose, cause = self.series.of, end.purpose, end.cause
+        of, purpose, cause, ended_s = self.series.of, end.purpose, end.cause, end.ended_at_s or 0.0
         exemplar = {"trace_id": plain_value(end.trace_id)} if end.trace_id else None
         parts, labels = breakdown_of(end.breakdown)
         if not again:
             began_s = end.issued_at_s
             of(table.ATTEMPTS, cause, purpose).inc()
-            duration_s = sum(parts.values()) if began_s is None else number(end.ended_at_s - began_s)
+            duration_s = sum(parts.values()) if began_s is None else number(ended_s - began_s)
             of(table.ATTEMPT_S, purpose).observe(duration_s, exemplar)
-        self.newest_end_s = max(end.ended_at_s, self.newest_end_s or 0.0)
+        self.newest_end_s = max(ended_s, self.newest_end_s or 0.0)
         if not parts:
             return
         for part, seconds in parts.items():
@@ -186,7 +186,7 @@ class LedgerFold:
                 tokens = number(labels[label])
                 of(table.TOKEN_USAGE, "invoke_agent", PROVIDER, kind).observe(tokens, exemplar)
 
-    def _count_waste(self, end: End, state: str | None) -> None:
+    def _count_waste(self, end: Attempt, state: str | None) -> None:
         """Count an attempt of an ended group if it was not trained. `state` is that of its rollout if it is the last
         attempt, else None."""
         if state == RolloutState.TRAINED:

@@ -27,7 +27,7 @@ from headrace.actors.record.files.running import (
     newest,
     read_running,
 )
-from headrace.buffer.audit.evidence import begin_with_archive, reading
+from headrace.buffer.audit.evidence import rows_of
 from headrace.buffer.audit.joined_rows import JoinedRows
 
 SILENT_S: Final = 10 * EVERY_S
@@ -123,9 +123,8 @@ def in_flight(directory: RunDirectory, *, driven: bool, now_s: float | None = No
     now_s = time.time() if now_s is None else now_s
     files = read_running(directory.path / FOLDER)
     seen, latest = newest(files), {file.worker: file for file in files}
-    with reading(directory.path) as (database, archive):
-        attached, _ = begin_with_archive(database, archive)
-        issued, evaluated, cohorts = read_attempts(JoinedRows(database, attached=attached))
+    with rows_of(directory.path) as rows:
+        issued, evaluated, cohorts = read_attempts(rows)
     found = []
     for key, (task, issued_s) in issued.items():
         file, known = seen.pop(key, (None, None))

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -32,36 +33,12 @@ from headrace.actors.telemetry.slow.rows import (
     StepTime,
 )
 from headrace.buffer.audit.evidence import begin_with_archive, reading
-from headrace.buffer.audit.joined_rows import JoinedRows
+from headrace.buffer.audit.joined_rows import Attempt, JoinedRows
 from headrace.buffer.trajectories.breakdown import Label
-from headrace.buffer.trajectories.types import Cause
+from headrace.buffer.trajectories.types import Cause, Purpose
 
 ENDED: Final = frozenset({Cause.SOLVED, Cause.FAILED, Cause.BUDGET, Cause.INVALID, Cause.EVALUATOR})
 """Causes of attempts that ended by themselves."""
-_ATTEMPT: Final = (
-    "rollout_id",
-    "attempt",
-    "version",
-    "issued_at_s",
-    "ended_at_s",
-    "cause",
-    "turns",
-    "host",
-    "charged_to",
-    "breakdown",
-    "offered",
-)
-_EVALUATION: Final = (
-    "rollout_id",
-    "attempt",
-    "task_id",
-    "tag",
-    "version",
-    "cause",
-    "recorded_at_s",
-    "host",
-    "breakdown",
-)
 
 
 def read_times(run_dir: Path) -> RunTimes:
@@ -76,18 +53,18 @@ def read_times(run_dir: Path) -> RunTimes:
             for group_id, task_id, ended_at_s in rows.select("groups", ("group_id", "task_id", "ended_at_s"))
         }
         members = list(rows.select("rollouts", ("rollout_id", "group_id", "attempt", "state")))
-        attempts: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
-        for row in rows.select("attempts", _ATTEMPT):
-            attempts[row[0]].append(row)
+        attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
+        for each in rows.attempts(Purpose.TRAIN):
+            attempts[each.rollout_id].append(each)
         intervals = list(intervals_of_ledger(rows, steps))
     trained = {rollout: step for step in steps for rollout in step.rollouts}
-    signs = (max(row[3], row[4] or 0.0) for tries in attempts.values() for row in tries)
+    signs = (max(each.issued_at_s or 0.0, each.ended_at_s or 0.0) for tries in attempts.values() for each in tries)
     now_s = max(max(signs, default=0.0), max((step.committed_at_s for step in steps), default=0.0))
     found = []
     for rollout_id, group_id, _, state in members:
         if tries := attempts.get(rollout_id):
             # A compound query has no order.
-            tries.sort(key=lambda row: row[1])
+            tries.sort(key=attrgetter("attempt"))
             task, sealed_at_s = groups[group_id]
             found.append(_row(tries, str(task), group_id, sealed_at_s, trained.get(rollout_id), now_s, state))
     missing = list(damage)
@@ -99,22 +76,23 @@ def read_evaluation_times(run_dir: Path) -> RunTimes:
     """Read the rollouts of a run's held-out evaluations, whose cohorts are of evaluations only. One without a breakdown
     is left out, and counted in `missing`. Raises LedgerRefused when there is no ledger that this version can read."""
     directory = RunDirectory.at(run_dir)
-    tries: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
-    tasks: dict[str, tuple[str, str]] = {}
+    tries: defaultdict[str, list[Attempt]] = defaultdict(list)
     with reading(directory.path) as (database, archive):
         attached, damage = begin_with_archive(database, archive)
         rows = JoinedRows(database, attached=attached)
-        for rollout_id, attempt, task, tag, version, cause, ended_s, host, breakdown in rows.select(
-            "evaluations", _EVALUATION
-        ):
-            began_s = ended_s - (sum(measured_times(breakdown).parts_s.values()) if breakdown else 0.0)
-            row = (rollout_id, attempt, version, began_s, ended_s, cause, 0, host, None, breakdown, True)
-            tries[rollout_id].append(row)
-            tasks[rollout_id] = task, tag
+        for each in rows.attempts(Purpose.EVALUATION):
+            spent_s = sum(measured_times(each.breakdown).parts_s.values()) if each.breakdown else 0.0
+            tries[each.rollout_id].append(each._replace(issued_at_s=(each.ended_at_s or 0.0) - spent_s))
+        told = rows.select("evaluations", ("rollout_id", "task_id", "tag"))
+        tasks = {rollout_id: (task, tag) for rollout_id, task, tag in told}
         intervals = list(intervals_of_ledger(rows, committed_steps(rows)))
     missing = list(damage)
     add_metrics(directory.metrics, intervals, missing)
-    measured = {key: sorted(some, key=lambda row: row[1]) for key, some in tries.items() if all(row[9] for row in some)}
+    measured = {
+        key: sorted(some, key=attrgetter("attempt"))
+        for key, some in tries.items()
+        if all(each.breakdown for each in some)
+    }
     if left_out := len(tries) - len(measured):
         missing.append(f"{left_out} rollouts of evaluations have no breakdown")
     found = [_row(some, *tasks[key], None, None, 0.0, "", purpose=EVALUATION) for key, some in measured.items()]
@@ -129,7 +107,7 @@ def times_with(rollout_id: str, run_dir: Path) -> RunTimes:
 
 
 def _row(
-    tries: Sequence[Sequence[Any]],
+    tries: Sequence[Attempt],
     task: str,
     group: str,
     sealed_at_s: float | None,
@@ -140,18 +118,18 @@ def _row(
     purpose: str = "train",
 ) -> RolloutTime:
     """Return the row of a rollout from its attempts in order."""
-    first, last = tries[0], tries[-1]
-    _, attempt, version, issued_s, ended_s, cause, turns, host, _, breakdown, _ = last
+    last = tries[-1]
+    first_s, issued_s, ended_s = tries[0].issued_at_s or 0.0, last.issued_at_s or 0.0, last.ended_at_s
     # A reissue that waits for a slot, or the ledger's clock stepped back.
     end_s = max(issued_s, now_s if ended_s is None else ended_s)
     spent_s = end_s - issued_s
-    measured = None if breakdown is None else measured_times(breakdown)
+    measured = None if last.breakdown is None else measured_times(last.breakdown)
     parts, labels, clock_s = _parts(measured, spent_s, ended=ended_s is not None)
     labels |= {"task": task} | ({"tag": group} if purpose == EVALUATION else {})
-    if host:
-        labels["host"] = host
-    if turns:
-        labels.setdefault("turns", turns)
+    if last.host:
+        labels["host"] = last.host
+    if last.turns:
+        labels.setdefault("turns", last.turns)
     if len(tries) > 1:
         labels.update(_failures(tries[:-1]))
         parts = _before(tries, purpose) | parts
@@ -161,12 +139,12 @@ def _row(
         if trained is not None:
             waits[BUFFER_WAIT] = max(0.0, trained.leased_at_s - max(sealed_at_s, ended_s))
     return RolloutTime(
-        rollout_id=last[0],
-        attempt=attempt,
+        rollout_id=last.rollout_id,
+        attempt=last.attempt,
         task=task,
         group=group,
-        step=int(version.rpartition(".")[2]),
-        issued_at_s=min(first[3], issued_s),
+        step=int(last.version.rpartition(".")[2]),
+        issued_at_s=min(first_s, issued_s),
         last_issued_at_s=issued_s,
         total_s=sum(parts.values()),
         parts_s=parts,
@@ -175,31 +153,31 @@ def _row(
         purpose=purpose,
         agent=str(labels.get("agent", "")),
         ended_at_s=None if ended_s is None else end_s,
-        finished=ended_s is not None and cause in ENDED,
+        finished=ended_s is not None and last.cause in ENDED,
         ready_at_s=None if ended_s is None else max(end_s, sealed_at_s or 0.0),
         trained_step=None if trained is None else trained.step,
-        cause=cause or state,
+        cause=last.cause or state,
         began_at_s=None if measured is None or ended_s is None else end_s - measured.wall_s,
         within_s={} if measured is None else measured.within_s,
         clock_s=clock_s,
     )
 
 
-def _failures(tries: Sequence[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
+def _failures(tries: Sequence[Attempt]) -> dict[str, tuple[str, ...]]:
     """Return the hosts on which attempts failed, and what they are charged to."""
-    failed = sorted({row[7] for row in tries if row[5] == Cause.INFRA and row[7]})
-    charged = sorted({row[8] for row in tries if row[8]})
+    failed = sorted({each.host for each in tries if each.cause == Cause.INFRA and each.host})
+    charged = sorted({each.charged_to for each in tries if each.charged_to})
     return ({"failed_on": tuple(failed)} if failed else {}) | ({"failed_by": tuple(charged)} if charged else {})
 
 
-def _before(tries: Sequence[Sequence[Any]], purpose: str) -> dict[str, float]:
+def _before(tries: Sequence[Attempt], purpose: str) -> dict[str, float]:
     """Return the time before the last attempt: the staleness bound ends one of training with a result, or cancels
     it."""
     parts: dict[str, float] = {}
-    for row, following in pairwise(tries):
-        stale = purpose != EVALUATION and (row[5] is None or row[5] == Cause.CANCELLED or row[5] in ENDED)
+    for each, following in pairwise(tries):
+        stale = purpose != EVALUATION and (not each.cause or each.cause == Cause.CANCELLED or each.cause in ENDED)
         part = STALENESS_WAIT if stale else EARLIER_ATTEMPTS
-        parts[part] = parts.get(part, 0.0) + max(0.0, following[3] - row[3])
+        parts[part] = parts.get(part, 0.0) + max(0.0, (following.issued_at_s or 0.0) - (each.issued_at_s or 0.0))
     return parts
 
 

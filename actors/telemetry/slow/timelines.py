@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from headrace.actors.errors import RunError
 from headrace.actors.telemetry.slow.reading import measured_times
-from headrace.buffer.audit.evidence import begin_with_archive, reading
+from headrace.buffer.audit.evidence import rows_of
 from headrace.buffer.audit.joined_rows import JoinedRows
 from headrace.buffer.primitives.critical_path import Segment
 from headrace.buffer.trajectories.breakdown import (
@@ -96,9 +96,8 @@ def timelines_of(rows: JoinedRows, rollout_id: str) -> tuple[AttemptTimeline, ..
 
 def read_timelines(run_dir: Path, rollout_id: str) -> tuple[AttemptTimeline, ...]:
     """Read the timelines of a rollout of a run. Raises LedgerRefused, RunError."""
-    with reading(run_dir) as (database, archive):
-        attached, _ = begin_with_archive(database, archive)
-        return timelines_of(JoinedRows(database, attached=attached), rollout_id)
+    with rows_of(run_dir) as rows:
+        return timelines_of(rows, rollout_id)
 
 
 def _attempt(attempt: int, trace_id: str, ended_s: float, breakdown: str, timeline: str) -> AttemptTimeline:

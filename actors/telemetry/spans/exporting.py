@@ -193,7 +193,7 @@ class TraceExport:
                 chosen[trace] = 0, SHARE
             if trace in chosen:
                 # After its end the clock was set back: the times of files say nothing.
-                began_s.append(0.0 if each.ended_at_s > now_s else each.began_at_s)
+                began_s.append(0.0 if (each.ended_at_s or 0.0) > now_s else each.began_at_s)
         for trace, age_s in stuck_traces(self._directory):
             if trace not in cursor.stuck:
                 began_s.append(now_s - age_s)
