@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 
 from headrace.actors.engines.fleet import attached_id
+from headrace.actors.run.service import Service
 from headrace.buffer.tasks.datasets.terminal import Split, generate
 from headrace.buffer.tasks.task import Task, write_tasks
 from support import image_kit as kit
@@ -28,6 +32,11 @@ pytestmark = [
 ]
 
 TASKS = 8
+LONG_RUN = ("training.steps=20",)
+STOP_S = 8.0
+POLL_S = 0.1
+IN_TIME = ("", "window", "after")
+"""Factors that name a time, or nothing."""
 LATE_S = 5.0
 """Seconds that a planted cause adds: several times a typical rollout on a busy machine."""
 PATIENCE = (
@@ -66,10 +75,11 @@ def files(folder: Path, train: Iterable[Task]) -> tuple[str, str]:
     return f"tasks.train={folder}/train.jsonl", f"tasks.heldout={folder}/heldout.jsonl"
 
 
-async def causes_of(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The causes that the command names of a run with these settings, that of the most seconds first."""
+async def causes_of(folder: Path, *overrides: str, meanwhile: rig.Meanwhile | None = None) -> list[dict[str, Any]]:
+    """The causes that the command names of a run with these settings: those with a label or an event first, that of the
+    most seconds first. On a busy machine there are true windows beside what was planted."""
     config, directory = rig.prepare_small(folder, "run", *PATIENCE, *overrides)
-    summary = await rig.run_prepared(config, directory)
+    summary = await rig.run_prepared(config, directory, meanwhile)
     assert not summary.problems
     command = (Path(sys.executable).with_name("headrace"), "trace", "slow", directory.path, "--json", "-")
     pipe = asyncio.subprocess.PIPE
@@ -78,13 +88,85 @@ async def causes_of(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     assert told.returncode == 0, errors.decode()
     report = json.loads(output)
     print(json.dumps(report["causes"], indent=1))
-    return sorted(report["causes"], key=lambda cause: -cause["excess_s"])
+    return sorted(report["causes"], key=lambda cause: (factor_of(cause) in IN_TIME, -cause["excess_s"]))
 
 
 def factor_of(cause: dict[str, Any]) -> str:
     """Kind and value of a cause's common factor."""
     factor = cause["factor"]
     return "" if factor is None else f"{factor['kind']} {factor['value']}".rstrip()
+
+
+async def until_step(service: Service, step: int) -> None:
+    """Wait for a committed step."""
+    while (await service.progress()).step < step:  # noqa: ASYNC110 - a step tells nobody outside
+        await asyncio.sleep(POLL_S)
+
+
+async def stopped_at(service: Service, step: int, names: Callable[[str], bool], windows: list[float]) -> None:
+    """Stop the actors with these names for `STOP_S` after a step, and note when."""
+    await until_step(service, step)
+    processes = [number for name, number in (await service.process_ids()).items() if names(name)]
+    assert processes
+    windows.append(time.time())
+    for number in processes:
+        os.kill(number, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(STOP_S)
+    finally:
+        for number in processes:
+            os.kill(number, signal.SIGCONT)
+    windows.append(time.time())
+
+
+def is_window(cause: dict[str, Any], begun_s: float, ended_s: float) -> bool:
+    """Whether the factor of a cause is a time that meets this one, and is not much longer."""
+    factor = cause["factor"]
+    if factor is None or factor["begin_s"] is None:
+        return False
+    until_s = factor["end_s"] or factor["begin_s"]
+    return factor["begin_s"] < ended_s and until_s > begun_s and until_s - factor["begin_s"] < 4 * (ended_s - begun_s)
+
+
+async def test_a_stop_of_the_gateway_is_named_as_a_window(tmp_path: Path) -> None:
+    windows: list[float] = []
+    causes = await causes_of(
+        tmp_path, *LONG_RUN, meanwhile=lambda service: stopped_at(service, 8, lambda name: "gateway" in name, windows)
+    )
+    assert any(is_window(cause, *windows) for cause in causes), windows
+    assert {factor_of(cause) for cause in causes} <= {*IN_TIME}
+
+
+async def test_a_stop_of_everything_is_named_as_a_window(tmp_path: Path) -> None:
+    windows: list[float] = []
+    causes = await causes_of(
+        tmp_path, *LONG_RUN, meanwhile=lambda service: stopped_at(service, 8, lambda name: name != "service", windows)
+    )
+    assert any(is_window(cause, *windows) for cause in causes), windows
+    assert {factor_of(cause) for cause in causes} <= {*IN_TIME}
+
+
+async def test_an_engine_that_is_late_for_a_while_is_named_with_the_time(tmp_path: Path) -> None:
+    windows: list[float] = []
+    async with (
+        servers(TINY, tmp_path, "far", "near") as started,
+        refusing_proxy(started["far"].url) as far,
+        refusing_proxy(started["near"].url) as near,
+    ):
+
+        async def late(service: Service) -> None:
+            await until_step(service, 6)
+            windows.append(time.time())
+            far.late_s["/generate"] = LATE_S
+            await until_step(service, 10)
+            del far.late_s["/generate"]
+            windows.append(time.time())
+
+        attached = f'engines.attach=["{far.url}", "{near.url}"]'
+        worst = (await causes_of(tmp_path, *LONG_RUN, attached, "engines.count=0", meanwhile=late))[0]
+    assert worst["part"] == "engine"
+    assert factor_of(worst) == f"engines {attached_id(far.url)}"
+    assert is_window(worst, *windows), windows
 
 
 async def test_an_engine_whose_answers_come_late_is_named(tmp_path: Path) -> None:

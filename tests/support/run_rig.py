@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -101,8 +101,12 @@ async def run_simulated(folder: Path, name: str, *overrides: str) -> RunDirector
     return directory
 
 
-async def run_prepared(config: RunConfig, directory: RunDirectory) -> RunSummary:
-    """A run with its services over the shared Ray, to its end."""
+async def run_prepared(
+    config: RunConfig,
+    directory: RunDirectory,
+    meanwhile: Callable[[Service], Coroutine[None, None, None]] | None = None,
+) -> RunSummary:
+    """A run with its services over the shared Ray, to its end; `meanwhile` is done beside it."""
     services = directory.path / SERVICES_FOLDER
     try:
         async with running_services(config.services, services) as urls:
@@ -110,7 +114,9 @@ async def run_prepared(config: RunConfig, directory: RunDirectory) -> RunSummary
             runtime = RayRuntime(f"{directory.path.name}-")
             service = await runtime.spawn(Service, placed, directory, runtime, name="service")
             try:
-                async with explained(service):
+                async with explained(service), asyncio.TaskGroup() as tasks:
+                    if meanwhile is not None:
+                        tasks.create_task(meanwhile(service))
                     completed = await service.run()
             finally:
                 await runtime.stop(service)

@@ -2,8 +2,8 @@
 
 Every value of every label, every kind of event, and the windows in which slow rollouts crowd, are tested against each
 cause with the one-sided exact test of Fisher. The Benjamini-Yekutieli procedure, which holds for dependent tests, keeps
-the false discovery rate over all tests of a run at `FALSE_DISCOVERIES`. Within a window that is a factor, labels are
-tested again: one of them may say whose window it was.
+the false discovery rate over all tests of a run at `FALSE_DISCOVERIES`. Labels that stand out are also tested window by
+window: an engine may have been slow for a while.
 
 Invariants:
 - A factor has at least `LEAST_SUPPORT` slow rollouts of `LEAST_GROUPS` groups, and its rollouts are slow at least
@@ -69,9 +69,10 @@ STARVED_SHARE: Final = 0.25
 nothing: a tool may wait for a network."""
 AFTER, WINDOW = "after", "window"
 """Kinds of factors in time: everything after a level rose, and a window of the run."""
-RECURRED: Final = 0.01
-"""An event is a factor if it stands, with at most this probability, also without the window in which slow rollouts
-crowd most: one bad moment is one observation, however many rollouts it held up."""
+ALONE: Final = 0.01
+"""A label is looked at window by window if it has at most this probability by itself. An event is a factor only if it
+has at most this probability without the window in which slow rollouts crowd most: one bad moment is one observation,
+however many rollouts it held up."""
 COVERED: Final = 0.7
 """Share of a window's slow rollouts that have to have met an event that explains it."""
 NEAR: Final = 10.0
@@ -228,6 +229,7 @@ def common_factors(
     groups = np.fromiter((numbers[row.group] for row in rows), dtype=np.int64, count=len(rows))
     tools = [column for part, column in cohorts.column.items() if part.startswith(TOOL)]
     labels = carriers_of(rows, cohorts.seconds[:, tools].sum(axis=1))
+    events = {interval.kind for interval in meanwhile}
     found: defaultdict[str, list[_Tested]] = defaultdict(list)
     least: list[float] = []
     for part, held in held_up.items():
@@ -241,14 +243,15 @@ def common_factors(
         for names, places in distinct_sets(part, labels | beside(held, meanwhile), population):
             kinds = [kind for kind, _ in names]
             order = sorted(range(len(names)), key=lambda at: (kinds[at] in LAST, _rank(nearest, kinds[at])))
-            tested.append(replace(every, names=tuple(names[at] for at in order), places=places))
+            tested.append(each := replace(every, names=tuple(names[at] for at in order), places=places))
+            if each.names[0][0] not in events and each.stands():
+                tested += each.windows()
         for each in tested:
             least.append(each.least_p())
             if (factor := each.factor()) is not None:
                 found[part].append(replace(each, whole=factor))
     limit = discovery_limit([each.whole.p for some in found.values() for each in some if each.whole], least)
-    events = {interval.kind for interval in meanwhile}
-    return {part: list(independent_factors(part, some, limit, labels, events)) for part, some in found.items()}
+    return {part: list(independent_factors(part, some, limit, events)) for part, some in found.items()}
 
 
 def _in_time(every: _Tested) -> Iterator[_Tested]:
@@ -304,13 +307,14 @@ class _Tested:
         return min(1.0, self.picked * p)
 
     def windows(self) -> Iterator[_Tested]:
-        """Yield the windows in which the slow ones of these rollouts crowd, each as one of all windows among them."""
-        population = np.zeros(len(self.population), dtype=np.bool_)
-        population[self.places] = True
-        slow, picked = self.slow & population, len(self.places) * (len(self.places) + 1) // 2
-        for each in windows(self.held.begin_s, self.held.extent_s, slow, population, self.groups):
-            window = replace(self, names=((WINDOW, ""),), places=each.places, slow=slow, population=population)
-            yield replace(window, whole=None, picked=picked, when=(each.begin_s, each.end_s))
+        """Yield the windows in which the slow ones of these rollouts crowd, each as one of all windows among them. The
+        windows of a label bear its name."""
+        among = np.zeros(len(self.population), dtype=np.bool_)
+        among[self.places] = True
+        picked = len(self.places) * (len(self.places) + 1) // 2
+        for each in windows(self.held.begin_s, self.held.extent_s, self.slow & among, among, self.groups):
+            names, when = self.names or ((WINDOW, ""),), (each.begin_s, each.end_s)
+            yield replace(self, names=names, places=each.places, picked=picked, when=when)
 
     def meeting(self) -> Places:
         """Return the rollouts whose phase met the time of this window or level."""
@@ -318,10 +322,10 @@ class _Tested:
         met = (self.held.end_s >= (begin_s or 0.0)) & (self.held.begin_s <= (math.inf if end_s is None else end_s))
         return np.nonzero(met)[0]
 
-    def stands(self, without: Places) -> bool:
-        """Return whether it is likely also among the rollouts that are not in `without`."""
+    def stands(self, without: Places | None = None) -> bool:
+        """Return whether it is likely by itself, among the rollouts that are not in `without`."""
         factor = self.factor(without)
-        return factor is not None and factor.p <= RECURRED
+        return factor is not None and factor.p <= ALONE
 
     def factor(self, without: Places | None = None) -> Factor | None:
         """Test it among the rollouts that are not in `without`; None if too few slow rollouts have it, or not often
@@ -365,7 +369,7 @@ def discovery_limit(probabilities: Iterable[float], least: Sequence[float]) -> f
 
 
 def independent_factors(
-    part: str, found: Sequence[_Tested], limit: float, labels: Carriers, events: Collection[str]
+    part: str, found: Sequence[_Tested], limit: float, events: Collection[str]
 ) -> Iterator[tuple[Factor, frozenset[int]]]:
     """Yield the factors of a part, the most convincing first, each if it still stands among the rollouts that no
     factor before it has."""
@@ -394,10 +398,6 @@ def independent_factors(
         factor, each = best
         again = each.factor(explained)
         if again is not None and again.p <= limit:
-            if factor.kind == WINDOW:
-                yield from _within(each, limit, labels)
-            elif factor.begin_s is None and factor.kind not in events:
-                factor = _narrowed(each, factor, limit)
             yield factor, frozenset(each.places.tolist())
             explained = np.union1d(explained, each.places)
 
@@ -406,28 +406,6 @@ def _covers(event: _Tested, window: _Tested) -> bool:
     """Return whether most slow rollouts of a window met an event."""
     slow = window.places[window.slow[window.places]]
     return bool(np.isin(slow, event.places).mean() >= COVERED)
-
-
-def _narrowed(label: _Tested, factor: Factor, limit: float) -> Factor:
-    """Return the factor with the window in which the slow ones among its rollouts crowd, if there is one."""
-    for window in label.windows():
-        found = window.factor()
-        if found is not None and found.p <= limit:
-            return replace(factor, begin_s=found.begin_s, end_s=found.end_s)
-    return factor
-
-
-def _within(window: _Tested, limit: float, labels: Carriers) -> Iterator[tuple[Factor, frozenset[int]]]:
-    """Yield the label that says whose window it was, if slow rollouts have it more often than the others within it."""
-    inside = np.zeros(len(window.population), dtype=np.bool_)
-    inside[window.places] = True
-    slow, best = window.slow & inside, None
-    for names, places in distinct_sets(window.part, labels, inside):
-        each = replace(window, names=tuple(names), places=places, population=inside, slow=slow, picked=1)
-        if (factor := each.factor()) is not None and factor.p <= limit and (best is None or factor.p < best[0].p):
-            best = factor, places
-    if best is not None:
-        yield best[0], frozenset(best[1].tolist())
 
 
 def _rank(nearest: Sequence[str], kind: str) -> int:
