@@ -18,7 +18,7 @@ import yaml
 
 from headrace.actors.cli.app import app
 from headrace.actors.cluster.api import ControlArguments
-from headrace.actors.cluster.api.keys import KeyFile, Role
+from headrace.actors.cluster.api.keys import ApiRole, KeyFile
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.placement import ClusterSection
 from headrace.actors.run.sections import ServiceSection
@@ -133,7 +133,7 @@ def test_the_commands_for_secrets_make_files_that_the_programs_accept(tmp_path: 
     owner = load_keys(folder / "keys").identify((folder / "key").read_text())
     assert owner is not None and owner.name == "headrace"
     caller = KeyFile(folder / "control-keys").caller_of(digest_of((folder / "alice.key").read_text()))
-    assert caller is not None and (caller.owner, caller.role) == ("alice", Role.OPERATE)
+    assert caller is not None and (caller.owner, caller.role) == ("alice", ApiRole.OPERATE)
 
 
 @pytest.mark.parametrize("name", PODS)
