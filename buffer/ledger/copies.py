@@ -100,14 +100,6 @@ def write_copy(run_dir: Path, storage: Path, version: PolicyVersion, *, taken_at
     return read_copy(final)
 
 
-def newest_copy(storage: Path) -> CopyRef | None:
-    """Return the newest copy with a readable manifest; None if there is none. Its files are checked by `restore`."""
-    for version in reversed(copied_versions(storage)):
-        with suppress(LedgerRefused):
-            return read_copy(copies_folder(storage) / str(version))
-    return None
-
-
 def read_copy(path: Path) -> CopyRef:
     """Read the manifest of a copy. Raises LedgerRefused."""
     try:

@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import islice, pairwise
@@ -118,14 +117,6 @@ def overlaid(path: Sequence[Segment], over: Sequence[Segment]) -> list[Segment]:
             now = end
         result.append(segment.at(now, segment.end_s))
     return _joined(each for each in result if each.end_s > each.start_s)
-
-
-def seconds_by_part(segments: Iterable[Segment]) -> dict[str, float]:
-    """Return the total seconds of each part."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for segment in segments:
-        totals[segment.part] += segment.seconds
-    return dict(totals)
 
 
 def _joined(segments: Iterable[Segment]) -> list[Segment]:

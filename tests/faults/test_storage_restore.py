@@ -17,8 +17,8 @@ from headrace.actors.record.storage.restore import restore_run
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.ledger.copies import newest_copy
 from headrace.buffer.trajectories.versions import PolicyVersion
+from support.ledger_copies import newest_copy
 from support.simulated_lives import CONFIG, SAVE_EVERY
 
 GUARD_S = 120

@@ -22,7 +22,6 @@ from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.copies import (
     EPOCH_GAP,
     copied_versions,
-    newest_copy,
     read_copy,
     restore,
     write_copy,
@@ -40,6 +39,7 @@ from headrace.policies.learners.checkpoints import (
     write_manifest,
 )
 from support import replay_cases as cases
+from support.ledger_copies import newest_copy
 
 GUARD_S = 60
 CONFIG = BufferConfig.model_validate(cases.SMALL.model_dump())

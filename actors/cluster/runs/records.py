@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Final, NewType
 
-from pydantic import TypeAdapter
-
 RunId = NewType("RunId", str)
 """32 hexadecimal digits."""
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -183,11 +181,3 @@ class RunEvent:
     state: ActualState
     """State after the event."""
     text: str
-
-
-def run_record(values: Mapping[str, Any]) -> RunRecord:
-    """Return the record of decoded JSON, or of a row. Raises ValidationError."""
-    return _RECORD.validate_python(values)
-
-
-_RECORD: Final = TypeAdapter(RunRecord)
