@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.actors.telemetry.slow.advice import BY_STAGE, RELIEF
+from headrace.actors.telemetry.slow.cohort import Cohorts
+from headrace.actors.telemetry.slow.findings import compared_tasks
 from headrace.actors.telemetry.slow.moments import common_time, level, spoken
 from headrace.actors.telemetry.slow.rows import Interval, RunTimes
 from headrace.actors.telemetry.slow.terminal_text import slow_lines
@@ -17,7 +19,6 @@ from headrace.actors.telemetry.slow.verdicts import SlowReport, explain
 from support.slow_rows import STEP_S, many, only
 
 Change = Callable[[dict[str, Any], dict[str, float], float], None]
-END_S = 1000.0 + 40 * STEP_S
 WINDOW_S = (1800.0, 2400.0)
 STOP_S = (2000.0, 2060.0)
 PUSHES = tuple(Interval("push", 1000.0 + 55 * number, 1004.0 + 55 * number) for number in range(44))
@@ -128,8 +129,22 @@ def test_an_image_that_is_slow_in_all_rollouts_of_its_tasks_is_compared_with_oth
     assert only(explained(5, slow_image)) == ("boot", "image image-1")
 
 
-@pytest.mark.parametrize(("waited_s", "factor"), [(0.0, "task task-4"), (60.0, "task task-4")])
-def test_a_tool_that_waits_for_something_else_is_not_starved(waited_s: float, factor: str) -> None:
+def test_an_image_is_compared_with_the_others_only_if_many_tasks_share_it() -> None:
+    def compared(images: int) -> int:
+        tasks = [np.array([number]) for number in range(640)]
+        rows = [
+            replace(row, labels={"image": f"image-{number % images}", "family": f"family-{number % 2}"})
+            for number, row in enumerate(many(1))
+        ]
+        return sum(1 for _ in compared_tasks(Cohorts(rows), tasks)) - 1
+
+    assert compared(4) == 4
+    assert compared(16) == 16
+    assert compared(640) == 0, "a set of tasks with an image each is compared once"
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 60.0])
+def test_a_tool_that_waits_for_something_else_is_not_starved(waited_s: float) -> None:
     def waiting(labels: dict[str, Any], parts: dict[str, float], at_s: float) -> None:
         labels |= {"cpu_s": parts["tool.bash"] / 2, "cpu_waited_s": 0.0}
         if labels["task"] == "task-4" and int(at_s * 1000) % 2:
@@ -137,7 +152,7 @@ def test_a_tool_that_waits_for_something_else_is_not_starved(waited_s: float, fa
             labels["cpu_waited_s"] = waited_s
 
     report = explained(6, waiting)
-    assert only(report) == ("tool.bash", factor)
+    assert only(report) == ("tool.bash", "task task-4")
     assert "starved" not in factors(report), "it follows from the task"
 
 

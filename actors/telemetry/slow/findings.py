@@ -43,6 +43,8 @@ OUTLYING: Final = 6.0
 deviations (1.4826 times the median absolute deviation of the tasks' medians) ..."""
 LEAST_SHARE: Final = 0.5
 """... and by this share of a typical rollout's total."""
+SHARED: Final = 8
+"""An image is compared with the others if at least one of so many tasks has it."""
 LEAST_TASKS: Final = 4
 LEAST_MEMBERS: Final = 4
 
@@ -123,7 +125,7 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
             continue
         of_parts = np.stack([cohorts.part_medians(tasks[key]) for key in keys])
         medians = np.column_stack((of_parts, of_parts.sum(axis=1)))
-        for numbers, others, columns in _compared(cohorts, [tasks[key] for key in keys]):
+        for numbers, others, columns in compared_tasks(cohorts, [tasks[key] for key in keys]):
             middle = np.median(medians[others], axis=0)
             spread = 1.4826 * np.median(np.abs(medians[others] - middle), axis=0)
             total_s = float(middle[-1])
@@ -143,23 +145,23 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
     return found
 
 
-def _compared(cohorts: Cohorts, tasks: Sequence[Places]) -> Iterator[tuple[Places, Places, NDArray[np.bool_]]]:
+def compared_tasks(cohorts: Cohorts, tasks: Sequence[Places]) -> Iterator[tuple[Places, Places, NDArray[np.bool_]]]:
     """Yield numbers of tasks, of those that they are compared with, and in which parts, or (last) as a whole: with all;
     and in what an image may slow, which would be typical of itself if half of the tasks have it, with tasks of the same
-    family that have another one, if these are enough."""
-
-    def value(label: str) -> list[str]:
-        return [str(cohorts.rows[places[0]].labels.get(label, "")) for places in tasks]
-
-    keys = list(zip(value("family"), value("image"), strict=True))
+    family that have another one, if these are enough. An image that few tasks have changes nothing that is typical."""
     every = np.arange(len(tasks))
     of_image = [part in BEFORE_AGENT or is_of_evaluation(part) for part in cohorts.parts]
     yield every, every, np.ones(len(of_image) + 1, dtype=np.bool_)
-    for family, image in dict.fromkeys(keys):
-        others = [number for number, key in enumerate(keys) if key[0] == family and key[1] != image]
-        if len(others) >= LEAST_TASKS - 1:
-            with_image = np.array([number for number, key in enumerate(keys) if key == (family, image)])
-            yield with_image, np.array(others), np.array([*of_image, False])
+    families: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, places in enumerate(tasks):
+        labels = cohorts.rows[places[0]].labels
+        families[str(labels.get("family", ""))][str(labels.get("image", ""))].append(number)
+    for images in families.values():
+        of_family = np.sort(np.concatenate(list(images.values())))
+        for with_image in images.values():
+            if SHARED * len(with_image) >= len(of_family) >= len(with_image) + LEAST_TASKS - 1:
+                others = np.setdiff1d(of_family, with_image, assume_unique=True)
+                yield np.array(with_image), others, np.array([*of_image, False])
 
 
 def held_up_by_part(cohorts: Cohorts, phases: Phases, medians: Floats, found: Mapping[int, Found]) -> dict[str, Held]:
