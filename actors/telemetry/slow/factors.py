@@ -243,13 +243,14 @@ def common_factors(
         for names, places in distinct_sets(part, labels | beside(held, meanwhile), population):
             kinds = [kind for kind, _ in names]
             order = sorted(range(len(names)), key=lambda at: (kinds[at] in LAST, _rank(nearest, kinds[at])))
-            tested.append(each := replace(every, names=tuple(names[at] for at in order), places=places))
-            if each.names[0][0] not in events and each.stands():
-                tested += each.windows()
+            tested.append(replace(every, names=tuple(names[at] for at in order), places=places))
+        # Grows by the windows of labels that stand out.
         for each in tested:
             least.append(each.least_p())
             if (factor := each.factor()) is not None:
                 found[part].append(replace(each, whole=factor))
+                if factor.begin_s is None and factor.kind not in events and factor.p <= ALONE:
+                    tested += each.windows()
     limit = discovery_limit([each.whole.p for some in found.values() for each in some if each.whole], least)
     return {part: list(independent_factors(part, some, limit, events)) for part, some in found.items()}
 
@@ -322,8 +323,8 @@ class _Tested:
         met = (self.held.end_s >= (begin_s or 0.0)) & (self.held.begin_s <= (math.inf if end_s is None else end_s))
         return np.nonzero(met)[0]
 
-    def stands(self, without: Places | None = None) -> bool:
-        """Return whether it is likely by itself, among the rollouts that are not in `without`."""
+    def stands(self, without: Places) -> bool:
+        """Return whether it is likely also among the rollouts that are not in `without`."""
         factor = self.factor(without)
         return factor is not None and factor.p <= ALONE
 
