@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.actors.telemetry.slow.cohort import Cohorts
 from headrace.actors.telemetry.slow.factors import LEAST_SUPPORT, Factor, Held
-from headrace.actors.telemetry.slow.moments import Level, level
+from headrace.actors.telemetry.slow.moments import OUTLYING, Level, level
 from headrace.actors.telemetry.slow.rows import (
     DISPATCH,
     EARLIER_ATTEMPTS,
@@ -28,6 +28,7 @@ from headrace.actors.telemetry.slow.rows import (
     UNATTRIBUTED,
     is_of_evaluation,
 )
+from headrace.actors.telemetry.slow.samples import robust_deviation
 from headrace.buffer.trajectories.breakdown import BEFORE_AGENT, GATE, TOOL, is_of_agent
 
 Floats = NDArray[np.float64]
@@ -38,11 +39,9 @@ RATIO: Final = 1.5
 """A slow rollout takes longer than this many times the median of its cohort."""
 HELD_UP: Final = 0.5
 """A part held a rollout up if it took this share of a typical rollout longer than its own median."""
-OUTLYING: Final = 6.0
-"""A task is slow in a part, or as a whole, if its median exceeds that of all tasks by this many robust standard
-deviations (1.4826 times the median absolute deviation of the tasks' medians) ..."""
 LEAST_SHARE: Final = 0.5
-"""... and by this share of a typical rollout's total."""
+"""A task is slow in a part, or as a whole, if its median exceeds that of all tasks by `OUTLYING` robust standard
+deviations of the tasks' medians, and by this share of a typical rollout's total."""
 SHARED: Final = 8
 """An image is compared with the others if at least one of so many tasks has it."""
 LEAST_TASKS: Final = 4
@@ -84,6 +83,14 @@ class Phases:
             if (found := level(phases[part][0][done], seconds, cohorts.totals[done])) is not None:
                 levels[part] = found
         return cls(phases, levels)
+
+    def lay(self, cohorts: Cohorts, parts: Sequence[str]) -> tuple[Floats, Floats]:
+        """Return begin and end of parts of one phase together in each rollout; those of the phase where they are not
+        known."""
+        columns, (begin_s, end_s) = [cohorts.column[part] for part in parts], self.of[parts[0]]
+        first_s, last_s = (extents[:, columns] for extents in cohorts.extents)
+        known = np.isfinite(first_s).any(axis=1)
+        return np.where(known, first_s.min(axis=1), begin_s), np.where(known, last_s.max(axis=1), end_s)
 
     def typical(self, cohorts: Cohorts, places: Places) -> Floats:
         """Return the median seconds of each part in the cohorts of these rollouts, of shape (places, parts); of a part
@@ -127,7 +134,7 @@ def slow_tasks(cohorts: Cohorts) -> dict[int, Found]:
         medians = np.column_stack((of_parts, of_parts.sum(axis=1)))
         for numbers, others, columns in compared_tasks(cohorts, [tasks[key] for key in keys]):
             middle = np.median(medians[others], axis=0)
-            spread = 1.4826 * np.median(np.abs(medians[others] - middle), axis=0)
+            spread = robust_deviation(medians[others] - middle)
             total_s = float(middle[-1])
             least_s = LEAST_SHARE * total_s
             above = medians - middle
@@ -192,16 +199,13 @@ def held_up_by_part(cohorts: Cohorts, phases: Phases, medians: Floats, found: Ma
                 excess_s.setdefault(place, found[place].excess_s.get(part, 0.0))
         if len(excess_s) >= LEAST_SUPPORT:
             begin_s, end_s = phases.of[parts[0]]
-            first_s, last_s = (extents[:, columns[name]] for extents in cohorts.extents)
-            extent_s = first_s.min(axis=1), last_s.max(axis=1)
-            known = np.isfinite(extent_s[0])
             held_up[name] = Held(
                 places=np.array(list(excess_s), dtype=np.int64),
                 excess_s=np.array(list(excess_s.values())),
                 spent_s=spent_s[name],
                 begin_s=begin_s,
                 end_s=end_s,
-                extent_s=(np.where(known, extent_s[0], begin_s), np.where(known, extent_s[1], end_s)),
+                extent_s=phases.lay(cohorts, parts),
                 level=phases.levels.get(name),
             )
     return held_up

@@ -9,13 +9,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.actors.telemetry.slow.samples import robust_deviation
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -34,7 +36,7 @@ LEAST_BLOCKS: Final = 2
 RISE: Final = 0.5
 """A level rose if its median did by this share of a typical rollout before, ..."""
 OUTLYING: Final = 6.0
-"""... by this many robust standard deviations of the pieces, ..."""
+"""... by this many robust standard deviations, here of the pieces, ..."""
 ABRUPT: Final = 0.5
 """... and by this share of it from the pieces just before to those just after: slow growth is no event."""
 
@@ -133,7 +135,7 @@ def level(begin_s: Floats, seconds: Floats, total_s: Floats) -> Level | None:
     rise_s, typical_s = after_s - before_s, float(np.median(total_s[np.concatenate(pieces[:split])]))
     rest = np.concatenate((before - before_s, after - after_s))
     near_s = float(np.median(after[:3]) - np.median(before[-3:]))
-    enough = max(RISE * typical_s, OUTLYING * 1.4826 * float(np.median(np.abs(rest))))
+    enough = max(RISE * typical_s, OUTLYING * float(robust_deviation(rest)))
     if rise_s < enough or near_s < ABRUPT * rise_s or np.quantile(after, 0.1) <= np.quantile(before, 0.9):
         return None
     # The piece in which it rose has rollouts of both sides: it began with the first of many that took long.
@@ -141,6 +143,3 @@ def level(begin_s: Floats, seconds: Floats, total_s: Floats) -> Level | None:
     high = seconds[around] > before_s + rise_s / 2
     score = np.cumsum(np.where(high, 1, -1)[::-1])[::-1]
     return Level(float(begin_s[around[int(np.argmax(score))]]), before_s, after_s)
-
-
-Levels = Mapping[str, Level]

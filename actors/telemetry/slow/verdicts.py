@@ -280,14 +280,10 @@ def crowd_of(cohorts: Cohorts, phases: Phases, found: Mapping[int, Found], media
     known = medians[np.isfinite(medians)]
     if not found or not len(known):
         return None
-    first_s, last_s = cohorts.extents
-    middle_s = []
-    for place, each in found.items():
-        column, (begin_s, end_s) = cohorts.column[each.causes[0]], phases.of[each.causes[0]]
-        known_s = np.isfinite(first_s[place, column])
-        ends = (first_s[place, column], last_s[place, column]) if known_s else (begin_s[place], end_s[place])
-        middle_s.append(sum(ends) / 2)
-    at_s, length_s = np.sort(middle_s), float(np.median(known))
+    lay = {part: phases.lay(cohorts, [part]) for part in {each.causes[0] for each in found.values()}}
+    middle_s = {part: (begin_s + end_s) / 2 for part, (begin_s, end_s) in lay.items()}
+    at_s = np.sort([middle_s[each.causes[0]][place] for place, each in found.items()])
+    length_s = float(np.median(known))
     counts = np.searchsorted(at_s, at_s + length_s, "right") - np.arange(len(at_s))
     first = int(np.argmax(counts))
     return Crowd(rollouts=int(counts[first]), begin_s=float(at_s[first]), end_s=float(at_s[first + counts[first] - 1]))
