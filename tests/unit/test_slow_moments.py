@@ -12,7 +12,7 @@ import pytest
 from headrace.actors.telemetry.slow.advice import BY_STAGE, RELIEF
 from headrace.actors.telemetry.slow.cohort import Cohorts
 from headrace.actors.telemetry.slow.findings import compared_tasks
-from headrace.actors.telemetry.slow.moments import common_time, level, spoken
+from headrace.actors.telemetry.slow.moments import common_time, level, time_text
 from headrace.actors.telemetry.slow.rows import Interval, RunTimes
 from headrace.actors.telemetry.slow.terminal_text import slow_lines
 from headrace.actors.telemetry.slow.verdicts import SlowReport, explain
@@ -56,7 +56,7 @@ def test_an_engine_that_is_slow_for_a_while_is_named_with_the_time(seed: int) ->
     assert (cause.part, cause.factor.kind, cause.factor.value) == ("engine.decode", "engines", "engine-3")
     assert cause.factor.begin_s == pytest.approx(WINDOW_S[0], abs=150)
     assert cause.factor.end_s == pytest.approx(WINDOW_S[1], abs=150)
-    assert cause.factor.text() == f"engines engine-3 {spoken(cause.factor.begin_s, cause.factor.end_s)}"
+    assert cause.factor.text() == f"engines engine-3 {time_text(cause.factor.begin_s, cause.factor.end_s)}"
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -211,4 +211,4 @@ def test_the_common_time_is_that_of_most() -> None:
     begin_s, end_s = np.array([0.0, 5.0, 6.0, 100.0]), np.array([10.0, 12.0, 8.0, 101.0])
     assert common_time(begin_s[:3], end_s[:3]) == (5.0, 10.0)
     assert common_time(begin_s, end_s) == (0.0, 101.0), "they follow each other"
-    assert spoken(0.0, 86400.0) == "1970-01-01 00:00:00 to 1970-01-02 00:00:00 UTC"
+    assert time_text(0.0, 86400.0) == "1970-01-01 00:00:00 to 1970-01-02 00:00:00 UTC"

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from headrace.actors.telemetry.slow.advice import stage_of
 from headrace.actors.telemetry.slow.cohort import Cohorts
-from headrace.actors.telemetry.slow.moments import Level, spoken, windows
+from headrace.actors.telemetry.slow.moments import Level, time_text, windows
 from headrace.actors.telemetry.slow.rows import EARLIER_ATTEMPTS, Interval, RolloutTime
 from headrace.buffer.trajectories.breakdown import TOOL, Label
 
@@ -112,7 +112,7 @@ class Factor:
     end_s: float | None = None
 
     def text(self) -> str:
-        when = "" if self.begin_s is None else spoken(self.begin_s, self.end_s)
+        when = "" if self.begin_s is None else time_text(self.begin_s, self.end_s)
         return " ".join(word for word in (self.kind, self.value, when) if word)
 
 
@@ -317,8 +317,8 @@ class _Tested:
             names, when = self.names or ((WINDOW, ""),), (each.begin_s, each.end_s)
             yield replace(self, names=names, places=each.places, picked=picked, when=when)
 
-    def meeting(self) -> Places:
-        """Return the rollouts whose phase met the time of this window or level."""
+    def overlapping(self) -> Places:
+        """Return the rollouts whose phase overlaps the time of this window or level."""
         begin_s, end_s = self.when
         met = (self.held.end_s >= (begin_s or 0.0)) & (self.held.begin_s <= (math.inf if end_s is None else end_s))
         return np.nonzero(met)[0]
@@ -383,7 +383,7 @@ def independent_factors(
     left = [(each.whole, each) for each in found if each.whole is not None and each.whole.p <= limit]
     moments = [(each.whole.p, each) for each in found if each.whole is not None and each.when[0] is not None]
     if moments:
-        moment = min(moments, key=itemgetter(0))[1].meeting()
+        moment = min(moments, key=itemgetter(0))[1].overlapping()
         left = [pair for pair in left if pair[0].kind not in events or pair[0].kind in direct or pair[1].stands(moment)]
     left.sort(key=lambda pair: (group(pair[0]), pair[0].p))
     explained = np.zeros(0, dtype=np.int64)

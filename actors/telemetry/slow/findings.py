@@ -84,7 +84,7 @@ class Phases:
                 levels[part] = found
         return cls(phases, levels)
 
-    def lay(self, cohorts: Cohorts, parts: Sequence[str]) -> tuple[Floats, Floats]:
+    def extent(self, cohorts: Cohorts, parts: Sequence[str]) -> tuple[Floats, Floats]:
         """Return begin and end of parts of one phase together in each rollout; those of the phase where they are not
         known."""
         columns, (begin_s, end_s) = [cohorts.column[part] for part in parts], self.of[parts[0]]
@@ -205,7 +205,7 @@ def held_up_by_part(cohorts: Cohorts, phases: Phases, medians: Floats, found: Ma
                 spent_s=spent_s[name],
                 begin_s=begin_s,
                 end_s=end_s,
-                extent_s=phases.lay(cohorts, parts),
+                extent_s=phases.extent(cohorts, parts),
                 level=phases.levels.get(name),
             )
     return held_up

@@ -60,7 +60,7 @@ class Level:
     after_s: float
 
 
-def spoken(begin_s: float, end_s: float | None = None) -> str:
+def time_text(begin_s: float, end_s: float | None = None) -> str:
     """Return a time, or the two ends of a window, in words."""
     begin = datetime.fromtimestamp(begin_s, UTC)
     if end_s is None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.slow.cohort import Cohorts, Typical
-from headrace.actors.telemetry.slow.moments import spoken
+from headrace.actors.telemetry.slow.moments import time_text
 from headrace.actors.telemetry.slow.rows import RolloutTime, RunTimes, in_order
 from headrace.actors.telemetry.slow.timelines import AttemptTimeline, kind_of_part, lanes_of, longest_of, merged_lines
 from headrace.actors.telemetry.slow.verdicts import SlowReport, Verdict, explain
@@ -64,7 +64,7 @@ def slow_lines(report: SlowReport, verdicts: Sequence[Verdict], top: int) -> lis
     if not verdicts:
         lines = [f"none of {report.rollouts} rollouts was slow"]
     elif (crowd := report.crowd) is not None:
-        when = spoken(crowd.begin_s, crowd.end_s)
+        when = time_text(crowd.begin_s, crowd.end_s)
         lines.append(f"{crowd.rollouts} of all {len(report.verdicts)} slow ones fall into one stretch: {when}")
     lines += [f"cause: {printable(cause.line())}" for cause in report.causes[:CAUSES] if verdicts]
     if report.outside_agent is not None and verdicts:

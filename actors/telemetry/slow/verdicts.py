@@ -280,8 +280,8 @@ def crowd_of(cohorts: Cohorts, phases: Phases, found: Mapping[int, Found], media
     known = medians[np.isfinite(medians)]
     if not found or not len(known):
         return None
-    lay = {part: phases.lay(cohorts, [part]) for part in {each.causes[0] for each in found.values()}}
-    middle_s = {part: (begin_s + end_s) / 2 for part, (begin_s, end_s) in lay.items()}
+    extents = {part: phases.extent(cohorts, [part]) for part in {each.causes[0] for each in found.values()}}
+    middle_s = {part: (begin_s + end_s) / 2 for part, (begin_s, end_s) in extents.items()}
     at_s = np.sort([middle_s[each.causes[0]][place] for place, each in found.items()])
     length_s = float(np.median(known))
     counts = np.searchsorted(at_s, at_s + length_s, "right") - np.arange(len(at_s))
