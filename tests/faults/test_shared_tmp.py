@@ -25,7 +25,7 @@ from headrace.sandboxes.linux import cgroups
 from headrace.sandboxes.linux.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.linux.stdlib_process import stdlib_command
 from headrace.sandboxes.local.launcher_process import ProviderFolder
-from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 pytestmark = pytest.mark.namespaces
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace of its own needs root")
@@ -145,34 +145,19 @@ def own_groups(launcher_pid: int) -> list[Path]:
     return [folder for mount in mounts for folder in Path(mount.folder).glob(f"headrace-*-{launcher_pid}-*")]
 
 
-def wait_until_made(launcher_pid: int) -> None:
+def wait_until_made(launcher: subprocess.Popen[bytes]) -> None:
     """Wait for the launcher's name in the process table, its last step before its answer."""
     deadline = time.monotonic() + 60
-    while not Path(f"/proc/{launcher_pid}/cmdline").read_bytes().startswith(b"headrace-launcher"):
+    while not Path(f"/proc/{launcher.pid}/cmdline").read_bytes().startswith(b"headrace-launcher"):
+        assert launcher.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_sigterm_before_the_first_reply_leaves_no_control_group_behind(shared: Path) -> None:
-    settings = {
-        "admin_secret": "s",
-        "owner_pid": 0,
-        "tied": True,
-        "idle_exit_s": 60.0,
-        "label": "",
-        "boot_timeout_s": 60.0,
-        "max_sandboxes": 1,
-        "max_live": 1,
-        "layer_bytes": 1 << 20,
-        "layers_in": "",
-        "min_free_bytes": 0,
-        "memory_bytes": None,
-        "cpus": None,
-        "processes": 64,
-        "open_files": 64,
-        "socket_path": str(shared / "socket"),
-        "ids_folder": str(shared),
-    }
+    settings = LocalSandboxConfig(max_sandboxes=1, max_live=1).launcher_settings()
+    settings |= {"owner_pid": 0, "admin_secret": "s", "tied": True}
+    settings |= {"socket_path": str(shared / "socket"), "ids_folder": str(shared)}
     answers, stdout = os.pipe()
     # The pipe is full, so that it cannot answer before the pipe is read.
     os.set_blocking(stdout, False)
@@ -185,7 +170,7 @@ def test_sigterm_before_the_first_reply_leaves_no_control_group_behind(shared: P
             assert launcher.stdin is not None
             launcher.stdin.write(json.dumps(settings).encode() + b"\n")
             launcher.stdin.flush()
-            wait_until_made(launcher.pid)
+            wait_until_made(launcher)
             if os.geteuid() == 0 and not own_groups(launcher.pid):
                 pytest.skip("this machine gives no control groups")
             launcher.send_signal(signal.SIGTERM)
