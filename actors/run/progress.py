@@ -28,7 +28,8 @@ BARS = "▁▂▃▄▅▆▇█"
 class Progress:
     """Snapshot of a run. Shares are in [0, 1]; None means that a value is not known yet. `rewards` are the mean rewards
     of the steps so far; `parser_fails` means that no tool call in the last turns with call markup could be parsed;
-    `untrained` says that little of what is sampled is trained, and why; `held_up_by` is the station that is full;
+    `untrained` says that little of what is sampled is trained, and why; `collapsed` are the families and sources whose
+    answers are mostly invalid or all fail; `held_up_by` is the station that is full;
     `absent` are the actors that do not answer."""
 
     phase: str
@@ -46,6 +47,7 @@ class Progress:
     infra_failures: int = 0
     parser_fails: bool = False
     untrained: str = ""
+    collapsed: tuple[str, ...] = ()
     held_up_by: str = ""
     rewards: tuple[float, ...] = ()
     absent: tuple[str, ...] = ()
@@ -71,6 +73,8 @@ def plain_line(progress: Progress) -> str:
         parts.append(f"parser {PARSER_FAILS}")
     if progress.untrained:
         parts.append(f"coverage: {progress.untrained}")
+    if progress.collapsed:
+        parts.append(f"collapsed: {', '.join(progress.collapsed)}")
     if progress.held_up_by:
         parts.append(f"full: {progress.held_up_by}")
     if progress.absent:
@@ -105,6 +109,8 @@ def panel(progress: Progress) -> RenderableType:
         cells.append(_pair("parser", PARSER_FAILS, "bold red"))
     if progress.untrained:
         cells.append(_pair("coverage", progress.untrained, "bold red"))
+    if progress.collapsed:
+        cells.append(_pair("collapsed", ", ".join(progress.collapsed), "bold red"))
     if progress.held_up_by:
         cells.append(_pair("full", progress.held_up_by, "bold yellow"))
     if progress.absent:

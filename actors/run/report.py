@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from headrace.actors.engines.members_file import EngineStatus, read_roster
+from headrace.actors.record.files.collapse import ADVICE, Collapse, collapses
 from headrace.actors.record.files.logprob_drift import DriftTotals, drift_totals
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.push_costs import PushCosts, push_costs
@@ -79,6 +80,8 @@ class RunReport:
     """Costs of the weight pushes; None if there were none."""
     drift: DriftTotals | None
     """Log-probability mismatch and lag of the trained tokens; None if the learner did not measure them."""
+    collapses: tuple[Collapse, ...]
+    """Families and sources of tasks that collapsed, in order."""
     coverage: Coverage
     """Sampled and trained tokens of the latest training attempts."""
     explained_variance: float | None
@@ -125,6 +128,8 @@ class RunReport:
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
         lines += self.drift.lines() if self.drift else []
+        lines += [f"COLLAPSE: {found.line()}" for found in self.collapses]
+        lines += [f"a collapse: {ADVICE}"] if any(found.until is None for found in self.collapses) else []
         if alarm := self.coverage.alarm:
             lines.append(f"coverage of the last {self.coverage.sessions} attempts: {alarm}: {self.coverage.advice}")
         if self.explained_variance is not None:
@@ -230,6 +235,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
         drift=drift_totals(metrics),
+        collapses=collapses(record for record in metrics if record["kind"] == "step"),
         coverage=coverage,
         explained_variance=_mean(judged[-CRITIC_STEPS:]),
         best=None if best is None else best[0],

@@ -172,6 +172,7 @@ class Service(ResourceOwner):
             infra_failures=dispatcher.infra if dispatcher else 0,
             parser_fails=gateway.parser_fails if gateway else False,
             untrained=gateway.coverage.alarm if gateway else "",
+            collapsed=learner.collapsed if learner else (),
             held_up_by=(replay.held if replay else "") or failing_line(replay) or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
             absent=tuple(self.actors.absences.lines(self._externals.clock())),

@@ -21,9 +21,9 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
+from headrace.actors.record.files.collapse import ADVICE, CollapseWatch
 from headrace.actors.record.files.logprob_drift import mismatch_alarm
-from headrace.actors.record.files.metrics import SourceStep, StepMetric
+from headrace.actors.record.files.metrics import BatchPart, StepMetric
 from headrace.actors.runtime.actors.nodes import this_node
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.recording import record
@@ -45,11 +46,12 @@ from headrace.actors.runtime.actors.runtime import end_actor
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner
+from headrace.buffer.core.advantages import zero_variance
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.buffer.primitives.single_flight import SingleFlight
-from headrace.buffer.trajectories.types import Batch, BatchItem, BatchLease, CheckpointRef, StepReport
+from headrace.buffer.trajectories.types import Batch, BatchItem, BatchLease, CheckpointRef, GroupId, StepReport
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import BatchReleased, LearnerNotOpen, NonFiniteRun, RankFailed, RowUnusable
 from headrace.policies.learner import Learner, WeightsSnapshot
@@ -138,6 +140,8 @@ class LearnerStatus:
     """Seconds spent in this stage so far."""
     stages: int = 0
     """Number of stages that have ended, excluding openings and absences."""
+    collapsed: tuple[str, ...] = ()
+    """Families and sources of tasks that have collapsed, one line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +213,7 @@ class LearnerLoop:
         self._stage, self._stage_since_s = Stage.WAITING, 0.0
         self._stages = 0
         self._alarms = 0
+        self._collapses = CollapseWatch()
         self._catching_up = False
         self._stepping: BatchLease | None = None
         self._draining = asyncio.Event()
@@ -343,6 +348,7 @@ class LearnerLoop:
             stage=self._stage,
             stage_s=_now() - self._stage_since_s,
             stages=self._stages,
+            collapsed=self._collapses.lines(),
         )
 
     @contextmanager
@@ -409,7 +415,7 @@ class LearnerLoop:
         self._clock.step_s += _now() - start
         self._version, self._last = report.version, report
         self._tokens += int(report.metrics.get("tokens", 0))
-        step = _record_of(batch, report, self._clock.since(self._recorded))
+        step = _record_of(batch, report, self._clock.since(self._recorded), self._collapses)
         self._recorded = replace(self._clock)
         await record(self._replay, step)
         if not isinstance(self._learner_config, SimulatedLearnerConfig):
@@ -523,7 +529,11 @@ def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
     return replace(batch, items=items)
 
 
-def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
+def _record_of(batch: Batch, report: StepReport, spent: _Clock, collapses: CollapseWatch) -> StepMetric:
+    families, sources = parts_of(batch, lambda item: item.family), parts_of(batch, lambda item: item.source)
+    parts = {name: asdict(part) for name, part in (families | sources).items()}
+    for collapse in collapses.see(report.version.step, parts):
+        logger.warning("%s: %s", collapse.line(), ADVICE)
     drift = report.drift
     return StepMetric(
         batch_id=batch.lease.batch_id,
@@ -540,24 +550,36 @@ def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
         step_s=spent.step_s,
         idle_s=spent.idle_s,
         push_s=spent.push_s,
-        sources=parts_of(batch),
+        sources=sources,
+        families=families,
+        collapsed=collapses.lines(),
     )
 
 
-def parts_of(batch: Batch) -> dict[str, SourceStep]:
-    """Return the part of each source in a batch; empty in a run without sources."""
-    by_source: dict[str, list[BatchItem]] = {}
+def parts_of(batch: Batch, name_of: Callable[[BatchItem], str]) -> dict[str, BatchPart]:
+    """Return the parts of a batch by name, without what has none."""
+    by_name: dict[str, list[BatchItem]] = {}
     for item in batch.items:
-        by_source.setdefault(item.source, []).append(item)
+        by_name.setdefault(name_of(item), []).append(item)
     return {
-        name: SourceStep(
+        name: BatchPart(
             rollouts=len(items),
             rows=sum(len(item.trajectory.rows) for item in items),
             tokens=sum(map(trained_tokens, items)),
             share=len(items) / len(batch.items),
             reward=fmean(item.reward for item in items),
             staleness=fmean(item.staleness for item in items),
+            invalid=sum(item.invalid for item in items),
+            groups=len(rewards := _rewards_by_group(items)),
+            flat_groups=sum(zero_variance(of) and of[0] <= 0 for of in rewards.values()),
         )
-        for name, items in sorted(by_source.items())
+        for name, items in sorted(by_name.items())
         if name
     }
+
+
+def _rewards_by_group(items: Sequence[BatchItem]) -> dict[GroupId, list[float]]:
+    rewards: dict[GroupId, list[float]] = {}
+    for item in items:
+        rewards.setdefault(item.group_id, []).append(item.reward)
+    return rewards

@@ -272,6 +272,11 @@ class AttemptRecord:
     def key(self) -> tuple[RolloutId, int]:
         return (self.rollout_id, self.attempt)
 
+    @property
+    def family(self) -> str:
+        """Family of the task; empty without a breakdown."""
+        return "" if self.breakdown is None else str(self.breakdown.labels.get("family", ""))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMember:

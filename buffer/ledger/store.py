@@ -34,6 +34,7 @@ from headrace.buffer.trajectories.types import (
     BatchId,
     BatchItem,
     BatchLease,
+    Cause,
     CheckpointRef,
     Receipt,
     ReceiptStatus,
@@ -180,6 +181,7 @@ class ReplayStore:
         rollouts = [self._core.state.rollouts[rollout_id] for rollout_id, _ in keys]
         sources = [self._core.state.source_of(rollout) for rollout in rollouts]
         tree, state = self._core.state.path.tree, self._core.state
+        attempts = [state.attempts[rollout_id] for rollout_id, _ in keys]
         sampled = {version for rollout_id, _ in keys for version in state.versions_of(rollout_id)}
         staleness = {each: tree.staleness(record.version, each) for each in sampled}
         trajectories = await self._writer.read(lambda: self._writer.ledger.trajectories(keys))
@@ -192,12 +194,16 @@ class ReplayStore:
                 advantage=rollout.advantage or 0.0,
                 staleness=member.staleness,
                 trajectory=trajectory,
-                scores=self._core.state.attempts[rollout.rollout_id].scores,
+                scores=attempt.scores,
                 turn_advantages=rollout.turn_advantages or {},
                 source=source,
                 group_batch=carried_from(state, rollout),
+                family=attempt.family,
+                invalid=attempt.cause is Cause.INVALID,
             )
-            for member, rollout, source, trajectory in zip(record.members, rollouts, sources, trajectories, strict=True)
+            for member, rollout, attempt, source, trajectory in zip(
+                record.members, rollouts, attempts, sources, trajectories, strict=True
+            )
         )
         return Batch(
             lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch),

@@ -250,6 +250,10 @@ class BatchItem:
     group_batch: str = ""
     """The first batch of its group, if the rollout was still running when its group was sealed and is trained after
     it; else empty."""
+    family: str = ""
+    """Family of its task; empty if its attempt has no breakdown."""
+    invalid: bool = False
+    """Whether the rollout ended with an invalid answer."""
 
     @property
     def has_advantage(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from generators.docstrings import docstrings
-from headrace.actors.record.files.metrics import METRICS, Metric, SourceStep, StationMeans
+from headrace.actors.record.files.metrics import METRICS, BatchPart, Metric, StationMeans
 from headrace.actors.record.files.service_totals import ServiceTotals
 from headrace.actors.telemetry.prometheus.series import MAX_VALUES
 from headrace.actors.telemetry.prometheus.table import TABLE, Exported
@@ -93,7 +93,7 @@ def render() -> dict[Path, str]:
     nested: dict[str, tuple[tuple[str, type], ...]] = {
         "step": (
             ("`mismatch`, `stale_kv` and one entry of `ratio_by_staleness`", TokenRatios),
-            ("One entry of `sources`", SourceStep),
+            ("One entry of `sources` and `families`", BatchPart),
         ),
         "stations": (("One entry of `stations`", StationMeans),),
         "services": (("One entry of `services`", ServiceTotals),),

@@ -324,3 +324,18 @@ def test_a_run_pushes_by_disk(tmp_path: Path) -> None:
     weights = tmp_path / "run" / "engines" / "weights"
     assert {path.name for path in weights.iterdir()} == {"1.3", "1.4"}
     assert verify(tmp_path / "run").steps == 4
+
+
+def test_the_steps_count_the_invalid_answers_of_each_family(finished_run: RunDirectory) -> None:
+    evidence = read_evidence(finished_run.path)
+    attempts = {(attempt.rollout_id, attempt.attempt): attempt for attempt in evidence.attempts}
+    members = {batch.batch_id: batch.members for batch in evidence.batches}
+    steps = read_metrics(finished_run.metrics, ("step",))
+    assert len(steps) == 6
+    for step in steps:
+        trained = [attempts[member.rollout_id, member.attempt] for member in members[step["batch_id"]]]
+        parts = step["families"]
+        assert all(name.startswith("terminal/") for name in parts)
+        assert sum(part["rollouts"] for part in parts.values()) == len(trained)
+        assert sum(part["invalid"] for part in parts.values()) == sum(each.cause == "invalid" for each in trained)
+        assert sum(part["groups"] for part in parts.values()) == len({each.rollout_id[:7] for each in trained})

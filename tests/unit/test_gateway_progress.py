@@ -42,13 +42,16 @@ def test_the_plain_progress_line_has_all_values_in_order() -> None:
 
 def test_failures_are_shown_at_the_end_of_the_line() -> None:
     untrained = "20% of the sampled tokens are trained (abandoned)"
-    failing = replace(progress(), infra_failures=3, parser_fails=True, untrained=untrained)
-    assert plain_line(failing) == f"{plain_line(progress())}  infra 3  parser reads no calls  coverage: {untrained}"
+    collapsed = ("write collapsed at step 3: 52% of the answers in its last 3 steps are invalid",)
+    failing = replace(progress(), infra_failures=3, parser_fails=True, untrained=untrained, collapsed=collapsed)
+    shown = f"infra 3  parser reads no calls  coverage: {untrained}  collapsed: {collapsed[0]}"
+    assert plain_line(failing) == f"{plain_line(progress())}  {shown}"
     out = io.StringIO()
-    Console(file=out, width=200).print(panel(failing))
+    Console(file=out, width=300).print(panel(failing))
     assert "infra 3" in out.getvalue()
     assert "parser reads no calls" in out.getvalue()
     assert "(abandoned)" in out.getvalue()
+    assert "52% of the answers" in out.getvalue()
 
 
 def test_unknown_values_are_shown_as_a_dash() -> None:

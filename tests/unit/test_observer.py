@@ -364,6 +364,18 @@ async def test_damaged_files_leave_the_rest_of_a_view(simulated: Path, tmp_path:
         assert 'href="slow?step=8"' in await read(client, "/steps")
 
 
+async def test_the_overview_names_the_families_that_have_collapsed(simulated: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(simulated, run)
+    step = {"kind": "step", "time_s": 5.0, "step": 9, "collapsed": [f"{MARKUP} collapsed at step 9: all groups"]}
+    async with page_of(run) as client:
+        assert "collapsed at step" not in await read(client, "/")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step) + "\n")
+    async with page_of(run) as client:
+        assert f"{MARKUP} collapsed at step 9: all groups." in Elements(await read(client, "/")).text
+
+
 async def test_changes_come_as_one_stream_and_streams_are_bounded(simulated: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(simulated, run)

@@ -189,6 +189,21 @@ def test_a_critic_is_rated_by_the_last_ten_steps_that_measured_it(tmp_path: Path
     assert told_of(tmp_path / "other").explained_variance is None
 
 
+def test_the_report_names_what_collapsed_and_what_still_lasts(tmp_path: Path) -> None:
+    fails = {"rollouts": 8, "invalid": 0, "groups": 1, "flat_groups": 1}
+    families = [{"write": fails, "move": fails}] * 3 + [{"write": fails, "move": fails | {"flat_groups": 0}}]
+    steps = tuple({"kind": "step", "step": step, "families": each} for step, each in enumerate(families, 1))
+    report = told_of(tmp_path / "run", metrics=steps)
+    assert [(found.name, found.since, found.until) for found in report.collapses] == [
+        ("move", 3, 4),
+        ("write", 3, None),
+    ]
+    text = text_of(report)
+    assert "COLLAPSE: move collapsed at step 3 until step 4: all groups" in text
+    assert "learner.entropy_coef" in text
+    assert "COLLAPSE" not in text_of(told_of(tmp_path / "other"))
+
+
 def test_the_report_says_when_little_of_what_is_sampled_is_trained(tmp_path: Path) -> None:
     assert told_of(tmp_path / "old").coverage.sessions == 0, "a ledger without the figures"
     folder, sizes = tmp_path / "run", {"batch_size": 4, "group_size": 4, "slots": 8, "tasks": 8, "turns": 1, "steps": 3}

@@ -51,8 +51,8 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceStep:
-    """The part of a step's batch that one source of tasks gave."""
+class BatchPart:
+    """The part of a step's batch that one source or one family of tasks gave."""
 
     rollouts: int
     """Number of rollouts in the batch."""
@@ -61,11 +61,17 @@ class SourceStep:
     tokens: int
     """Number of trained tokens."""
     share: float
-    """Share of the source in the rollouts of the batch."""
+    """Share in the rollouts of the batch."""
     reward: float | None
     """Mean reward; null without rollouts."""
     staleness: float | None
     """Mean staleness in optimizer steps; null without rollouts."""
+    invalid: int
+    """Number of rollouts that ended with an invalid answer."""
+    groups: int
+    """Number of groups, whole or in part."""
+    flat_groups: int
+    """Number of groups whose rollouts in the batch have equal rewards of at most 0: they teach nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +123,13 @@ class StepMetric(Metric):
     """Seconds spent waiting for a batch since the previous step."""
     push_s: float
     """Seconds spent waiting for the previous weight push since the previous step."""
-    sources: Mapping[str, SourceStep] = field(default_factory=dict)
+    sources: Mapping[str, BatchPart] = field(default_factory=dict)
     """Part of each source of tasks in the batch by name (see the table below); empty in a run without sources."""
+    families: Mapping[str, BatchPart] = field(default_factory=dict)
+    """Part of each family of tasks in the batch by name."""
+    collapsed: tuple[str, ...] = ()
+    """Families and sources of tasks that have collapsed by this step, one line each: over the last three steps that had
+    them, more than half of their answers are invalid, or all groups have equal rewards of at most 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
         "step_s",
         "idle_s",
         "push_s",
+        "collapsed",
     ),
     "push": (
         "version",

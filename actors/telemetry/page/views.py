@@ -86,6 +86,7 @@ def overview(records: Records, found: Explained | None) -> dict[str, Any]:
         "causes": [] if found is None else found.report.causes[:5],
         "stall": stalls[-1] if stalls else None,
         "alarm": records.last("mismatch_alarm"),
+        "collapsed": lines if isinstance(lines := (last or {}).get("collapsed"), list) else [],
     }
 
 

@@ -1,0 +1,92 @@
+"""The alarm for a collapse: a family or a source of tasks whose answers are mostly invalid, or whose groups all fail.
+
+Equal rewards give no gradient, so that nothing pulls the policy back: the rest of the run teaches it nothing about
+these tasks (docs/objectives.md). Only steps whose batch has the family or source count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+STEPS: Final = 3
+"""Number of last steps that are looked at."""
+INVALID_SHARE: Final = 0.5
+"""Share of invalid answers above which the alarm is raised."""
+ADVICE: Final = (
+    "equal failures have no gradient that would pull the policy back; continue from an earlier checkpoint with a lower "
+    'learner.learning_rate, or with learner.warmup_steps, learner.entropy_coef or learner.loss_weight "constant"'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collapse:
+    """Collapse of a family or source. `until` is the first step without it, None while it lasts."""
+
+    name: str
+    since: int
+    reason: str
+    until: int | None = None
+
+    def line(self) -> str:
+        """Return the collapse as one line."""
+        end = "" if self.until is None else f" until step {self.until}"
+        return f"{self.name} collapsed at step {self.since}{end}: {self.reason}"
+
+
+@dataclass(slots=True)
+class CollapseWatch:
+    """Watch over the steps of a run, in order. `lasting` are the collapses that last, `ended` the others."""
+
+    lasting: dict[str, Collapse] = field(default_factory=dict)
+    ended: list[Collapse] = field(default_factory=list)
+    _seen: dict[str, deque[Mapping[str, Any]]] = field(default_factory=dict)
+
+    def see(self, step: int, parts: Mapping[str, Mapping[str, Any]]) -> list[Collapse]:
+        """Take in the parts of a step's batch, by family or source (`metrics.BatchPart`), and return what collapsed."""
+        new = []
+        for name, part in parts.items():
+            self._seen.setdefault(name, deque(maxlen=STEPS)).append(part)
+            reason = _reason(self._seen[name])
+            if reason and name not in self.lasting:
+                self.lasting[name] = Collapse(name=name, since=step, reason=reason)
+                new.append(self.lasting[name])
+            elif not reason and name in self.lasting:
+                over = self.lasting.pop(name)
+                self.ended.append(Collapse(name=name, since=over.since, reason=over.reason, until=step))
+        return new
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the collapses that last, one line each."""
+        return tuple(found.line() for found in self.lasting.values())
+
+
+def collapses(steps: Iterable[Mapping[str, Any]]) -> tuple[Collapse, ...]:
+    """Return the collapses of a run in order, from its records of steps. Parts that are not whole are left out."""
+    watch = CollapseWatch()
+    for record in steps:
+        step, tables = record.get("step"), [record.get(name) for name in ("families", "sources")]
+        if isinstance(step, int):
+            parts = {name: part for table in tables if isinstance(table, dict) for name, part in table.items()}
+            watch.see(step, {name: part for name, part in parts.items() if _is_whole(part)})
+    return tuple(sorted((*watch.ended, *watch.lasting.values()), key=lambda found: (found.since, found.name)))
+
+
+def _is_whole(part: object) -> bool:
+    return isinstance(part, dict) and all(
+        isinstance(part.get(name), int) for name in ("rollouts", "invalid", "groups", "flat_groups")
+    )
+
+
+def _reason(parts: deque[Mapping[str, Any]]) -> str:
+    if len(parts) < STEPS:
+        return ""
+    rollouts = sum(part["rollouts"] for part in parts)
+    invalid = sum(part["invalid"] for part in parts)
+    if invalid > INVALID_SHARE * rollouts:
+        return f"{invalid / rollouts:.0%} of the answers in its last {STEPS} steps are invalid"
+    if all(part["flat_groups"] == part["groups"] for part in parts):
+        return f"all groups of its last {STEPS} steps have equal rewards of at most 0"
+    return ""

@@ -1,0 +1,93 @@
+"""The bench of collapses, `scripts/bench collapse`: emulated quickstarts from the usual start, and from a bad one.
+
+The bad start answers 95 % of the problems of one family with nothing, which is where a collapse leads: eight equal
+failures have no gradient. Beside the recipe's settings run those that it had before, which collapse.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benches.learner.emulated_quickstart import EmulatedRun, EmulatedShell, Emulator
+from headrace.actors.run.config import resolve
+from headrace.actors.run.overlays import layered
+from headrace.buffer.tasks.datasets.terminal import Kind
+
+RECIPE: Final = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.toml"
+START: Final = Path(__file__).resolve().parents[2] / "models" / "tiny"
+GOOD: Final = 0.9
+INVALID: Final = 0.95
+SPOILED: Final = Kind.WRITE
+ADDED: Final = ("loss_weight", "loss_constant", "warmup_steps", "entropy_coef")
+"""Keys of [learner] that keep the recipe from collapsing."""
+# Torch gives every large tensor back to the system at once: two thirds of the time would go there.
+_KEEP_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run to emulate. `before` takes the settings without `ADDED`, `spoiled` the bad start."""
+
+    seed: int
+    before: bool
+    spoiled: bool
+    overrides: tuple[str, ...] = ()
+
+
+def run(case: Case, cache: Path) -> EmulatedRun:
+    """Emulate one run."""
+    document = layered(RECIPE, (), case.overrides).document
+    for key in ADDED if case.before else ():
+        document["learner"].pop(key, None)
+    config = resolve(document, RECIPE, Path("emulated"))
+    agent = config.agent.shell
+    timeout_s, max_bytes = agent.command_timeout_s, agent.max_observation_bytes
+    with EmulatedShell(cache, max_output_bytes=max_bytes, timeout_s=timeout_s) as shell:
+        emulator = Emulator(config, START, shell, seed=case.seed)
+        if case.spoiled:
+            emulator.spoil(SPOILED, INVALID)
+        return emulator.run()
+
+
+def measure(
+    folder: Path, *, runs: int, before: int, seed: int, overrides: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Emulate `runs` runs from each start, and `before` runs with the earlier settings. Returns the figures."""
+    counts = {False: runs, True: before}
+    cases = [
+        Case(seed=seed + number, before=old, spoiled=spoiled, overrides=tuple(overrides))
+        for old, count in counts.items()
+        for spoiled in (False, True)
+        for number in range(count)
+    ]
+    os.environ.update(_KEEP_MEMORY)
+    found: dict[Case, EmulatedRun] = {}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for case, result in zip(cases, pool.map(run, cases, [folder / "shell.db"] * len(cases)), strict=True):
+            found[case] = result
+            say(f"{case}: {result}")
+    starts = {}
+    for spoiled, name in ((False, "usual"), (True, f"{SPOILED} {INVALID:.0%} invalid")):
+        figures = _figures([result for case, result in found.items() if case.spoiled is spoiled and not case.before])
+        old = _figures([result for case, result in found.items() if case.spoiled is spoiled and case.before])
+        starts[name] = figures | {f"before_{key}": value for key, value in old.items()}
+    sums = {key: sum(start[key] for start in starts.values()) for key in ("below_90", "before_below_90")}
+    return {"seed": seed, "runs": runs, "before_runs": before, **sums, "starts": starts}
+
+
+def _figures(runs: Sequence[EmulatedRun]) -> dict[str, Any]:
+    finals = sorted(result.final for result in runs)
+    return {
+        "below_90": sum(final < GOOD for final in finals),
+        "lowest": finals[0] if finals else None,
+        "median": median(finals) if finals else None,
+        "base": median(result.base for result in runs) if runs else None,
+        "base_invalid": median(result.invalid[SPOILED] for result in runs) if runs else None,
+    }
