@@ -164,6 +164,7 @@ def run(
     from headrace.actors.errors import ConfigError
     from headrace.actors.record.files.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
+    from headrace.actors.run.overlays import derived_values
 
     settings = list(overrides or ())
     if seed is not None:
@@ -181,6 +182,8 @@ def run(
     request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
     config, directory = prepare(request)
     say(f"run {directory.path}")
+    if not quiet:
+        say(*(one.line for one in derived_values(recipe, on or (), settings)))
     if restarts:
         raise typer.Exit(resume_with_restarts(config, directory, restarts, json=json, quiet=quiet))
     with ending_a_run():

@@ -83,6 +83,9 @@ class EnginesConfig(BaseModel):
     """Number of devices that one SGLang server uses."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of SGLang's weights; `auto` uses the model's."""
+    gpu_memory_bytes: int | None = Field(default=None, ge=1 << 30)
+    """Memory of each GPU that learner and engines use, from which other keys are derived; None means that of this
+    host's GPUs, or 80 GB where there are none."""
     cpus: float = Field(default=1.0, ge=0)
     """CPU cores that Ray reserves for one engine with `placement = "ray"`."""
     memory_bytes: int = Field(default=0, ge=0)

@@ -11,6 +11,9 @@ from typing import Final
 
 from headrace.actors.agents.registry.config import AgentKind
 from headrace.actors.agents.registry.registry import make_agent
+from headrace.actors.derivation.host import this_host
+from headrace.actors.derivation.rules import facts_of, memory_problem
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.devices import needed_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import make_environment
@@ -29,8 +32,9 @@ from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry
 from headrace.policies.learners.slime.checkout import find_checkouts
 from headrace.policies.miniatures.names import name_of
+from headrace.policies.models.facts import ModelFacts
 from headrace.policies.models.model_files import check_model_files
-from headrace.policies.models.qwen_config import check_computable
+from headrace.policies.models.qwen_config import QwenConfig, check_computable
 from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
@@ -62,10 +66,15 @@ def check_recipe_parts(config: RunConfig) -> None:
     ConfigError, ModelInvalid."""
     build_miniature(config)
     if not config.engines.is_simulated:
-        check_model_files(config.model.path)
+        # Without any weights the rest is checked here, and the start of a run refuses it (`check_weights`).
+        has_weights = any(config.model.path.glob("*.safetensors"))
+        check_model_files(config.model.path, weights=has_weights)
+        ModelFacts.read(config.model.path)
         # SGLang and other learners check the architecture themselves.
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
-            check_computable(config.model.path)
+            QwenConfig.read(config.model.path / "config.json")
+            if has_weights:
+                check_computable(config.model.path)
         if config.learner.needs_kinds:
             load_renderer(config.model.path, token_kinds=True)
     try:
@@ -79,6 +88,21 @@ def check_recipe_parts(config: RunConfig) -> None:
             check_agent(own)
     if config.learner.kind != "slime":
         check_objective(config.learner)
+
+
+def check_weights(config: RunConfig) -> None:
+    """Raise ConfigError if a model has a description and no weights."""
+    path = config.model.path
+    if not config.engines.is_simulated and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {path} has no weights; download the model again")
+
+
+def check_memory(config: RunConfig) -> None:
+    """Raise ConfigError if the model is too large for this host's memory, or for the GPUs of the run."""
+    if not config.engines.is_simulated:
+        terms = Terms(config.model_dump(), RunConfig, facts_of(config.model.path), this_host())
+        if (problem := memory_problem(terms)) is not None:
+            raise ConfigError(problem)
 
 
 def check_gateways(config: RunConfig) -> None:
@@ -155,6 +179,8 @@ MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
     lambda config: refuse_absent_sglang(config.engines),
     lambda config: check_provider(config.sandbox),
     lambda config: check_gateways(config) if config.cluster.is_local else None,
+    lambda config: check_memory(config) if config.cluster.is_local else None,
+    check_weights,
     lambda config: check_slime(config.learner) if config.learner.kind == "slime" else None,
     lambda config: require_namespaces() if config.sandbox.provider is SandboxKind.LOCAL else None,
 )

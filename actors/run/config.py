@@ -4,7 +4,8 @@ Invariants:
 - Everything is checked before anything is created: unknown keys, wrong types, impossible combinations and unreadable
   files are refused with a one-line error that names the key or file, the reason and the fix.
 - The resolved configuration is written to the run directory; `resume` reads that copy, never the recipe.
-- Timeouts that the recipe leaves unset are derived (`clocks`), so that no code sees their placeholder 0.
+- What the recipe leaves unset is derived: before validation from model, machine and agent (`derivation`), after it
+  timeouts from other timeouts (`clocks`). No recipe reaches the defaults that classes have for those keys.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, Self, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.actors.agents.registry.config import AgentKind, AgentSection
+from headrace.actors.derivation.rules import derive
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.registry import address
 from headrace.actors.environments.config import EnvironmentSection
@@ -421,8 +423,9 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
     return validated(absolute_paths(document, recipe), recipe, run_dir)
 
 
-def validated(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
-    """Validate a document, whose paths are neither changed nor looked up. Raises ConfigError."""
+def validated(document: dict[str, Any], recipe: Path, run_dir: Path, *, reads: bool = True) -> RunConfig:
+    """Derive what a document leaves unset, and validate it. Its paths are not changed. Unless `reads`, the model is not
+    looked at. Raises ConfigError."""
     learner = document.setdefault("learner", {})
     for key in ("model_dir", "checkpoint_dir", "snapshot_dir", "seed"):
         if isinstance(learner, dict) and key in learner:
@@ -433,6 +436,7 @@ def validated(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfi
     telemetry = document.setdefault("telemetry", {})
     if recipe.suffix and isinstance(telemetry, dict):
         telemetry.setdefault("recipe", recipe.stem)
+    derive(document, RunConfig, reads=reads)
     model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
     service = document.get("service")
     seed = service.get("seed", 0) if isinstance(service, dict) else 0

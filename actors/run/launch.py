@@ -28,6 +28,7 @@ import orjson
 from pydantic import ValidationError
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from headrace.actors.derivation.rules import Derived
 from headrace.actors.engines.devices import refuse_missing_gpus
 from headrace.actors.errors import (
     ActorLost,
@@ -46,7 +47,7 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.checks import MACHINE_CHECKS, check_parts, check_recipe_parts, reserved_gpus
 from headrace.actors.run.config import RunConfig, explain, of_record, recorded, resolve
-from headrace.actors.run.overlays import layered, load_layered
+from headrace.actors.run.overlays import derived_values, layered, load_layered
 from headrace.actors.run.progress import Progress, ProgressDisplay, starting
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
@@ -139,6 +140,7 @@ class DryRun:
 
     config: RunConfig
     origins: dict[str, str]
+    derived: tuple[Derived, ...]
     tasks: tuple[int, int]
     """Numbers of training and held-out tasks."""
     absent: tuple[str, ...]
@@ -158,7 +160,9 @@ def dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> DryRu
             check(config)
         except (ConfigError, NamespacesUnavailable, FolderRefused) as error:
             absent.append(str(error))
-    return DryRun(config=config, origins=found.origins, tasks=tasks, absent=tuple(absent))
+    derived = derived_values(recipe, on, overrides)
+    origins = found.origins | {one.key: f"derived: {one.reason}" for one in derived}
+    return DryRun(config=config, origins=origins, derived=derived, tasks=tasks, absent=tuple(absent))
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.actors.derivation.rules import Derived, derive
 from headrace.actors.errors import ConfigError
+from headrace.actors.run import clocks
 from headrace.actors.run.config import RunConfig, absolute_paths, apply_override, read_recipe, resolve
 from headrace.actors.runtime.recipe_section import overlaid
 
@@ -56,11 +58,17 @@ def load_layered(recipe: Path, on: Sequence[Path], overrides: Sequence[str], run
     return resolve(layered(recipe, on, overrides).document, recipe, run_dir)
 
 
+def derived_values(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> tuple[Derived, ...]:
+    """Return what a recipe with machine files and overrides leaves to be derived on this host. Raises ConfigError."""
+    return derive(absolute_paths(layered(recipe, on, overrides).document, recipe), RunConfig)
+
+
 def described(config: RunConfig, origins: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:
     """Yield the keys of a resolved run with their values and origins, in the order of the configuration."""
     for key, value in leaves(config.model_dump(mode="json")):
         above = (".".join(key.split(".")[:depth]) for depth in range(len(key.split(".")), 0, -1))
-        yield key, value, next((origins[name] for name in above if name in origins), DEFAULT)
+        rule = f"derived: {clocks.DERIVED[key][1]}" if key in clocks.DERIVED else DEFAULT
+        yield key, value, next((origins[name] for name in above if name in origins), rule)
 
 
 def leaves(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

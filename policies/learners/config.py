@@ -21,7 +21,8 @@ _SIZES_OF_SLIME: Final = ("tensor_parallel", "pipeline_parallel", "context_paral
 
 
 class LearnerConfig(ObjectiveConfig):
-    """Settings of `MegatronLearner`. The defaults are those of the quickstart's 333k-parameter policy."""
+    """Settings of `MegatronLearner`. Defaults suit policies of a few hundred thousand parameters; a recipe derives its
+    own."""
 
     model_dir: Path
     """Hugging Face directory of the starting policy, a dense Qwen3 or Qwen2.5 model: config.json, weights in one or

@@ -59,19 +59,20 @@ def read_shapes(model_dir: Path) -> Shapes:
     return shapes
 
 
-def check_model_files(model_dir: Path) -> None:
-    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not match) if a file of the directory is missing or
-    unreadable. The message gives file, reason and fix on one line."""
+def check_model_files(model_dir: Path, *, weights: bool = True) -> None:
+    """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not match) if a file of the directory, those of the
+    weights only if `weights`, is missing or unreadable. The message gives file, reason and fix on one line."""
     for name in ("config.json", "tokenizer.json"):
         if not (model_dir / name).is_file():
             raise ModelInvalid(f"model.path: {model_dir} has no {name}; set it to a Hugging Face model directory")
     try:
-        weights = weight_files(model_dir)
+        files = weight_files(model_dir) if weights else ()
     except ModelInvalid as error:
         raise ModelInvalid(f"model.path: {error}") from error
-    for path in (model_dir / "config.json", model_dir / "tokenizer.json", *weights):
+    for path in (model_dir / "config.json", model_dir / "tokenizer.json", *files):
         if not os.access(path, os.R_OK):
             raise ModelInvalid(f"model.path: {path} cannot be read; check its permissions")
     read_vocabulary_size(model_dir)
     ChatTokenizer(model_dir)
-    read_shapes(model_dir)
+    if weights:
+        read_shapes(model_dir)

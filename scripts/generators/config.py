@@ -8,7 +8,8 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 
 from generators.docstrings import docstrings
-from headrace.actors.run.clocks import DERIVED
+from headrace.actors.derivation.rules import DERIVED
+from headrace.actors.run import clocks
 from headrace.actors.run.config import RunConfig
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -16,12 +17,19 @@ SET_BY_THE_RUN = {
     "learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"},
     "learner.simulated": {"checkpoint_dir", "seed", "weights"},
 }
+RULES = {key: text for key, (_, text) in (*DERIVED.items(), *clocks.DERIVED.items())}
 HEAD = """# Configuration
 
 A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
-a key. Unknown keys, wrong types and impossible combinations are refused at startup. Where a default is derived from
-other keys, the run's `config.json` has its value. `scripts/generate config` writes this page from the models in the
-code.
+a key. Unknown keys, wrong types and impossible combinations are refused at startup. `scripts/generate config` writes
+this page from the models in the code.
+
+Keys whose default is *derived* follow from the model's `config.json`, the machine, the agent and other keys. The start
+of a run and `--dry-run` print each with its reason, `sampling.max_context_tokens 8,192: the model's 40,960, bound by 25
+GB of memory`, and the run's `config.json` has the value. A value is derived where the run's configuration is made: on
+this host, or on a cluster's control node, which must see the model; what other nodes have is what the recipe or the
+machine file says (`engines.device`, `engines.count`, `engines.gpu_memory_bytes`, `learner.device`). The sources of the
+rules are in `actors/derivation/rules.py`, and the estimates of memory in [scaling.md](scaling.md).
 """
 
 
@@ -42,8 +50,8 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
             nested.append((f"[{path}.{name}]", entry))
             continue
         default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
-        if (derived := DERIVED.get(f"{path}.{name}")) is not None:
-            default = f"derived: {derived[1]}"
+        if (rule := RULES.get(f"{path}.{name}")) is not None:
+            default = f"derived: {rule}"
         lines.append(f"| `{name}` | {default} | {texts.get(name, '')} |")
     table = [f"\n## [{path}]\n", "| key | default | meaning |", "|---|---|---|", *lines] if lines else []
     return table + [line for sub_path, sub in nested for line in section(sub_path, sub)]

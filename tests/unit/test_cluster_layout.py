@@ -24,6 +24,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "learner": {"kind": "simulated"},
     "agent": {"kind": "simulated"},
     "sandbox": {"provider": "simulated"},
+    "dispatcher": {"slots_per_worker": 32},
     "tasks": {"train_count": 8, "heldout_count": 4},
     "evaluation": {"tasks": 4},
 }

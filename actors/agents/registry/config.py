@@ -26,8 +26,7 @@ class ShellAgentConfig(BaseModel):
     command_timeout_s: float = Field(default=10.0, gt=0)
     """Deadline for one command; when it is exceeded, the policy reads `timeout`."""
     max_observation_bytes: int = Field(default=48, ge=1)
-    """Maximum number of bytes of a command's output that the policy reads; small, since the tiny policy has a short
-    context."""
+    """Maximum number of bytes of a command's output that the policy reads."""
     working_directory: str = "/workspace"
     """Working directory of every command; each one runs in a new shell."""
 

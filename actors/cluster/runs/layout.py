@@ -85,7 +85,9 @@ def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, rights: Rights, 
     if engines.get("backend") != "simulated":
         engines.setdefault("placement", "ray")
     storage = terms.directory(run_id).storage
-    rights.check_recipe(validated(copy.deepcopy(document), Path("recipe"), storage), as_written=True)
+    # The model is looked at only once the rights allow its path.
+    written = validated(copy.deepcopy(document), Path("recipe"), storage, reads=False)
+    rights.check_recipe(written, as_written=True)
     config = validated(rights.with_secrets(absolute_paths(document, Path("recipe"))), Path("recipe"), storage)
     rights.check_recipe(config)
     return config

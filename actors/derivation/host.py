@@ -1,0 +1,73 @@
+"""Facts of the host that values of a run are derived from: memory, cores and GPUs. They are totals, never what is free
+just now, so that a recipe comes to the same values each time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from headrace.actors.engines.devices import VISIBLE
+from headrace.sandboxes.linux.host_limits import allowed_to_sandboxes, lowest_above, read_host
+from headrace.serve.gateway.http.placement import most_processes
+
+_PROBE_TIMEOUT_S: Final = 10.0
+_PER_CORE: Final = 32
+"""Sandboxes that share a core; Endless Terminals and Echo run 32 at once. Agents mostly wait for the policy."""
+_MOST_SANDBOXES: Final = 256
+_PROCESSES_EACH: Final = 97
+"""Smallest share of processes of a sandbox, with those that serve it (`host_limits.default_live`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Memory in bytes, cores that this process may use, memory of each visible GPU in bytes, and the number of
+    processes that all sandboxes together may hold."""
+
+    memory_bytes: int
+    cores: int
+    gpus: tuple[int, ...] = ()
+    processes: int = 1 << 15
+
+    def sandboxes(self, memory_bytes: int, each_bytes: int) -> tuple[int, str]:
+        """Return how many sandboxes of `each_bytes` run at once where `memory_bytes` are left for them, and what bounds
+        their number."""
+        bounds = {
+            f"{_PER_CORE} for each of {self.cores} cores": _PER_CORE * self.cores,
+            f"{gigabytes(each_bytes)} GB each of {gigabytes(memory_bytes)} GB": memory_bytes // each_bytes,
+            f"{self.processes:,} processes for all": self.processes // _PROCESSES_EACH,
+            "the most for one launcher": _MOST_SANDBOXES,
+        }
+        reason, most = min(bounds.items(), key=lambda bound: bound[1])
+        return max(8, most), reason
+
+
+@cache
+def this_host() -> Host:
+    """Return the facts of this host. The limits of the control groups around this process count."""
+    memory_around, processes_around = (lowest_above("/sys/fs/cgroup", f"{name}.max") for name in ("memory", "pids"))
+    limits = read_host()
+    return Host(
+        memory_bytes=min(limits.memory_bytes, memory_around or limits.memory_bytes),
+        cores=most_processes(),
+        gpus=_gpus(),
+        processes=allowed_to_sandboxes(limits, None, processes_around).processes,
+    )
+
+
+def _gpus() -> tuple[int, ...]:
+    query = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")  # torch would take seconds
+    try:
+        told = subprocess.run(query, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, text=True).stdout
+        found = tuple(int(line) << 20 for line in told.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()
+    visible = os.environ.get(VISIBLE)
+    return found if visible is None else found[: len([name for name in visible.split(",") if name])]
+
+
+def gigabytes(amount_bytes: float) -> str:
+    """Return an amount in units of 1e9 bytes, as figures of models have it."""
+    return f"{amount_bytes / 1e9:.{0 if amount_bytes >= 10e9 else 1}f}"
