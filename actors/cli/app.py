@@ -21,6 +21,7 @@ from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cl
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import model_app, serve
 from headrace.actors.cli.image import ImageFolder, image_app
+from headrace.actors.cli.init import init
 from headrace.actors.cli.ledger import drop_batch, retry_lost, tasks_app
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
@@ -450,7 +451,7 @@ def doctor(json: Json = None) -> None:
         say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
-for command in (drain, stop, upgrade, events, logs, check, simulate, tune):
+for command in (init, drain, stop, upgrade, events, logs, check, simulate, tune):
     app.command()(command)
 
 

@@ -1,0 +1,116 @@
+"""`headrace init`: the recipes that it writes for published models and machines, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from headrace.actors.cli.app import app
+from headrace.actors.errors import ConfigError
+from headrace.actors.run.launch import dry_run
+from headrace.buffer.tasks.datasets.terminal import Split, generate
+from headrace.buffer.tasks.task import load_tasks, write_tasks
+from support.harbor_tasks import verdict_tasks
+from support.published_models import described_model
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+TINY = SCRIPTS / "models" / "tiny"
+
+
+def init(folder: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["init", str(folder / "recipe.toml"), *options, "--json", str(folder / "out.json")])
+
+
+def made(folder: Path, model: Path, agent: str, machine: str, tasks: str = "generated") -> dict[str, Any]:
+    """Derived values by their keys, of a recipe that was written, is short, and passes the dry run."""
+    done = init(folder, "--model", str(model), "--agent", agent, "--tasks", tasks, "--machine", machine)
+    assert done.exception is None, done.exception
+    document = json.loads((folder / "out.json").read_text())
+    recipe = folder / "recipe.toml"
+    text = recipe.read_text()
+    assert len(text.splitlines()) <= 20
+    assert document["command"] in text
+    on = list(SCRIPTS.rglob(f"machines/**/{machine}.toml"))
+    checked = dry_run(recipe, on, ())
+    assert list(checked.absent) == document["absent"]
+    for one in checked.derived:
+        assert one.line in done.stderr.splitlines()
+        assert one.key in text
+    return {one["key"]: one["value"] for one in document["derived"]}
+
+
+def test_a_mixture_of_experts_on_64_gpus(tmp_path: Path) -> None:
+    found = made(tmp_path, described_model(tmp_path, "Qwen3.6-35B-A3B"), "loop", "64gpu")
+    assert (found["sampling.max_context_tokens"], found["agent.loop.max_turns"]) == (32_768, 16)
+    assert found["learner.learning_rate"] == 1e-6
+
+
+def test_a_dense_4b_on_eight_gpus(tmp_path: Path) -> None:
+    found = made(tmp_path, described_model(tmp_path, "Qwen3-4B"), "shell", "8gpu")
+    assert (found["sampling.max_context_tokens"], found["agent.shell.max_turns"]) == (32_768, 16)
+    assert (found["learner.learning_rate"], found["learner.token_budget"]) == (1e-6, 32_768)
+
+
+def test_a_small_model_on_one_cpu(tmp_path: Path) -> None:
+    found = made(tmp_path, TINY, "loop", "cpu")
+    assert (found["sampling.max_context_tokens"], found["agent.loop.max_turns"]) == (1024, 4)
+    assert (found["learner.learning_rate"], found["engines.count"]) == (5e-4, 2)
+
+
+def test_one_task_in_ten_is_held_out(tmp_path: Path) -> None:
+    tasks = generate(1, 25, Split.TRAIN)
+    write_tasks(tmp_path / "mine.jsonl", tasks)
+    made(tmp_path, TINY, "shell", "this", str(tmp_path / "mine.jsonl"))
+    recipe = tomllib.loads((tmp_path / "recipe.toml").read_text())
+    train, heldout = (load_tasks(Path(recipe["tasks"][name])) for name in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (22, 3)
+    assert {task.id for task in (*train, *heldout)} == {task.id for task in tasks}
+
+
+def test_harbor_folders_are_converted_and_split(tmp_path: Path) -> None:
+    for folder in verdict_tasks()[:4]:
+        folder.write(tmp_path / "harbor")
+    made(tmp_path, TINY, "shell", "this", str(tmp_path / "harbor"))
+    assert len(load_tasks(tmp_path / "recipe" / "train.jsonl")) == 3
+    assert len(load_tasks(tmp_path / "recipe" / "heldout.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, r"--model is missing, and there is no terminal to ask for it: add --model VALUE"),
+        ({"model": "nowhere"}, r"nowhere has no config\.json; set it to a Hugging Face model directory"),
+        ({"machine": "cray"}, r"--machine cray: no such file; name one, or cpu, 64gpu, 8gpu, 8gpu_megatron, or this"),
+        ({"tasks": "nothing.jsonl"}, r"--tasks nothing\.jsonl: no such file or folder; name one, or generated"),
+        ({"agent": "nobody"}, r"agent\.kind: there is no agent 'nobody'"),
+        (
+            {"model": "Qwen3-4B", "machine": "cpu"},
+            r"4\.0B parameters need .* GB, this host has .* GB.*at most .*B; use",
+        ),
+        ({"model": "Qwen3.6-35B-A3B", "machine": "cpu"}, r"architectures is .*Qwen3_5Moe.*; serve other models with"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line_and_leaves_nothing(
+    tmp_path: Path, options: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"model": str(TINY), "agent": "shell", "tasks": "generated", "machine": "this"} | options if options else {}
+    if given and given["model"].startswith("Qwen"):
+        described_model(tmp_path, given["model"])
+    done = init(tmp_path, *(word for name, value in given.items() for word in (f"--{name}", value)))
+    with pytest.raises(Exception, match=says) as refused:
+        raise done.exception or AssertionError("nothing was refused")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "recipe.toml").exists()
+
+
+def test_a_recipe_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("mine")
+    with pytest.raises(ConfigError, match=r"recipe\.toml exists: name another file, or remove it"):
+        raise init(tmp_path).exception or AssertionError
+    assert (tmp_path / "recipe.toml").read_text() == "mine"
