@@ -434,20 +434,30 @@ def report(
 
 @app.command()
 def doctor(json: Json = None) -> None:
-    """Show which sandbox guarantees this machine provides, and which are missing."""
+    """Show what this machine can run (sizes of models, sandboxes, providers), and which guarantees sandboxes have on
+    it."""
+    from headrace.actors.derivation.capacity import capacity
+    from headrace.actors.derivation.host import this_host
     from headrace.actors.runtime.actors.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
     from headrace.sandboxes.errors import WITHOUT_NAMESPACES
 
     check_ray_folder()
     guarantees = probe()
-    if write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json):
+    missing = any(guarantee.required and not guarantee.present for guarantee in guarantees)
+    runs = capacity(this_host(), has_namespaces=not missing)
+    rows = [{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees]
+    if write_json({"can_run": runs, "guarantees": rows}, json):
         return
+    table = Table("this machine can run", "", box=None)
+    for what, how_much in runs.items():
+        table.add_row(what, how_much)
+    show(table, result_console())
     table = Table("guarantee", "", "detail", box=None)
     for guarantee in guarantees:
         table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
     show(table, result_console(), markup=True)
-    if any(guarantee.required and not guarantee.present for guarantee in guarantees):
+    if missing:
         say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
