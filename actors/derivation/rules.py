@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from pydantic import BaseModel, ValidationError
 
+from headrace.actors.derivation import clocks
 from headrace.actors.derivation.host import Host, gigabytes, this_host
 from headrace.actors.derivation.terms import USED_RAM, Terms
 from headrace.actors.runtime.recipe_section import overlaid
@@ -38,6 +39,9 @@ _UNKNOWN_CONTEXT: Final = 4096
 _MICRO_BATCH: Final = 16_384
 _OF_SOURCES: Final = ("agent", "environment", "sampling", "rollout")
 """Tables of a source whose values may follow from its own agent and limits."""
+
+LONGEST_OF_SOURCES: Final = frozenset({"training.stage_timeout_s", "service.stall_s"})
+"""Timeouts of a run that must be long enough for each source."""
 
 Rule: TypeAlias = Callable[[Terms], Any]
 
@@ -105,19 +109,16 @@ def _context(t: Terms) -> tuple[int, str]:
     if model is None:
         return _UNKNOWN_CONTEXT, "the model is not on this host"
     (tokens, memory), (cache, of_engines) = t.micro_batch(), t.cache()
-    # An engine that holds one context could serve no second agent.
-    bounds = {f"at most {need:,} for {t['agent.kind']}": need, memory: tokens, of_engines: cache / 2}
-    for key in ("learner.token_budget", "engines.max_context_tokens"):
-        if t.is_set(key) and t[key] is not None:
-            bounds[key] = t[key]
-    reason, bound = min(bounds.items(), key=lambda one: one[1])
+    # An engine that holds one context could serve no second agent. `memory_problem` refuses what is below the least.
+    bounds: list[tuple[float, str]] = [(need, f"at most {need:,} for {t['agent.kind']}")]
+    bounds += [(max(1024, tokens), f"bound by {memory}"), (max(1024, cache / 2), f"bound by {of_engines}")]
+    keys = ("learner.token_budget", "engines.max_context_tokens")
+    bounds += [(t[key], f"bound by {key}") for key in keys if t.is_set(key) and t[key] is not None]
+    bound, reason = min(bounds)
     if model.context <= bound:
         return model.context, f"the model's {model.context:,}"
-    bound = max(bound, min(1024, t["learner.token_budget"]))
     step = 32_768 if bound >= 32_768 else 1 << int(math.log2(bound))
-    return int(
-        bound // step * step
-    ), f"the model's {model.context:,}, {'bound by ' if 'at most' not in reason else ''}{reason}"
+    return int(bound // step * step), f"the model's {model.context:,}, {reason}"
 
 
 def _running(t: Terms) -> tuple[int, str] | None:
@@ -254,6 +255,8 @@ def derive(
                 terms.longest = max(terms.longest, of_source["sampling.max_context_tokens"])
     found = _fill(terms)
     given = {one.key: one.value for one in found}
+    for key in LONGEST_OF_SOURCES & given.keys():
+        terms.set(key, max(given[key], *(one.value for _, derived in own for one in derived if one.key == key), 0.0))
     for source_terms, derived in own:
         for one in derived:
             if one.key.partition(".")[0] in _OF_SOURCES and given.get(one.key) != one.value:
@@ -273,7 +276,7 @@ def facts_of(model_dir: Path) -> ModelFacts | None:
 
 def _fill(terms: Terms) -> tuple[Derived, ...]:
     found = []
-    for key, (rule, text) in DERIVED.items():
+    for key, (rule, text) in (*DERIVED.items(), *clocks.DERIVED.items()):
         if not terms.is_set(key):
             with suppress(ValidationError):
                 given = rule(terms)

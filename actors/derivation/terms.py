@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, TypeAdapter
 
-from headrace.actors.derivation.host import Host, gigabytes
+from headrace.actors.derivation.host import Host, gigabytes, this_host
 from headrace.policies.models.facts import ModelFacts
 
 USED_RAM: Final = 0.75
@@ -24,6 +25,18 @@ _LAYER: Final = 17
 attention scores, which are never stored)."""
 
 
+@cache
+def _field(shape: type[BaseModel], key: str) -> tuple[TypeAdapter[Any], Any]:
+    """Return what validates a key's value, and its default."""
+    first, _, rest = key.partition(".")
+    field = shape.model_fields[first]
+    if rest:
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel), key
+        return _field(field.annotation, rest)
+    annotation: Any = Annotated[field.annotation, *field.metadata, None]
+    return TypeAdapter(annotation), field.get_default(call_default_factory=True)
+
+
 class Terms:
     """Keys of a document by their dotted names, with the defaults of `shape` where they are unset, and the facts of the
     model, None if it is not here, and of the host. Values of a wrong type raise ValidationError."""
@@ -32,6 +45,11 @@ class Terms:
         self.document, self.model, self.host, self._shape = document, model, host, shape
         self.longest = 0
         """Tokens of the longest context of the run's sources."""
+
+    @classmethod
+    def of(cls, config: BaseModel, model: ModelFacts | None = None) -> Terms:
+        """Return the terms of a complete configuration."""
+        return cls(config.model_dump(), type(config), model, this_host())
 
     def is_set(self, key: str) -> bool:
         """Return whether a key has a value, or could have none because what is above it is not a table."""
@@ -45,17 +63,8 @@ class Terms:
         table[key.rpartition(".")[2]] = value
 
     def __getitem__(self, key: str) -> Any:
-        shape, table = self._shape, self._table(key)
-        *above, name = key.split(".")
-        for part in above:
-            annotation = shape.model_fields[part].annotation
-            assert isinstance(annotation, type) and issubclass(annotation, BaseModel), key
-            shape = annotation
-        field = shape.model_fields[name]
-        if not table or name not in table:
-            return field.get_default(call_default_factory=True)
-        known: Any = Annotated[field.annotation, *field.metadata, None]
-        return TypeAdapter(known).validate_python(table[name])
+        (known, default), table, name = _field(self._shape, key), self._table(key), key.rpartition(".")[2]
+        return known.validate_python(table[name]) if table and name in table else default
 
     def _table(self, key: str) -> Mapping[str, Any] | None:
         table: Any = self.document

@@ -11,7 +11,6 @@ from typing import Final
 
 from headrace.actors.agents.registry.config import AgentKind
 from headrace.actors.agents.registry.registry import make_agent
-from headrace.actors.derivation.host import this_host
 from headrace.actors.derivation.rules import facts_of, memory_problem
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.config import EnginesConfig
@@ -99,10 +98,9 @@ def check_weights(config: RunConfig) -> None:
 
 def check_memory(config: RunConfig) -> None:
     """Raise ConfigError if the model is too large for this host's memory, or for the GPUs of the run."""
-    if not config.engines.is_simulated:
-        terms = Terms(config.model_dump(), RunConfig, facts_of(config.model.path), this_host())
-        if (problem := memory_problem(terms)) is not None:
-            raise ConfigError(problem)
+    problem = memory_problem(Terms.of(config, facts_of(config.model.path)))
+    if problem is not None and not config.engines.is_simulated:
+        raise ConfigError(problem)
 
 
 def check_gateways(config: RunConfig) -> None:

@@ -4,15 +4,15 @@ Invariants:
 - Everything is checked before anything is created: unknown keys, wrong types, impossible combinations and unreadable
   files are refused with a one-line error that names the key or file, the reason and the fix.
 - The resolved configuration is written to the run directory; `resume` reads that copy, never the recipe.
-- What the recipe leaves unset is derived: before validation from model, machine and agent (`derivation`), after it
-  timeouts from other timeouts (`clocks`). No recipe reaches the defaults that classes have for those keys.
+- What the recipe leaves unset is derived from model, machine, agent and other keys before validation (`derivation`):
+  no recipe reaches the defaults that classes have for those keys.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Self, get_args, get_origin
@@ -20,14 +20,15 @@ from typing import Any, Final, Self, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.actors.agents.registry.config import AgentKind, AgentSection
+from headrace.actors.derivation import clocks
 from headrace.actors.derivation.rules import derive
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.registry import address
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
-from headrace.actors.run import clocks
 from headrace.actors.run import sources as sources
 from headrace.actors.run.placement import ClusterSection
 from headrace.actors.run.sections import (
@@ -88,29 +89,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        derived = clocks.derive(self)
         if self.tasks.sources:
-            self._fit_sources(derived)
+            self._fit_sources()
             return self
         for check in CHECKS:
             if (problem := check(self)) is not None:
                 raise ValueError(problem)
         return self
 
-    def _fit_sources(self, derived: Collection[str]) -> None:
-        """Check the configuration of each source, and derive the run's timeouts from the longest of theirs. Raises
-        ValueError."""
+    def _fit_sources(self) -> None:
+        """Check the configuration of each source. Raises ValueError."""
         if (problem := sources.problem(self.tasks.sources)) is not None:
             raise ValueError(problem)
         known = TaskSetConfig()
         if changed := [key for key in TaskSetConfig.model_fields if getattr(self.tasks, key) != getattr(known, key)]:
             raise ValueError(f"tasks.{changed[0]} has no effect beside {sources.KEY}; move it to a source")
-        longest = {name: _value_of(self, name) for name in LONGEST_OF_SOURCES if name in derived}
+        document = self.model_dump()
         for source in self.tasks.sources:
-            document = self.model_dump()
-            for name in longest:
-                table, key = name.split(".")
-                del document[table][key]
             try:
                 own = RunConfig.model_validate(sources.source_document(document, source))
             except ValidationError as error:
@@ -122,10 +117,6 @@ class RunConfig(Section):
                     f"{sources.KEY}.{source.name}: sampling.temperature differs from that of the run, which "
                     'learner.kind "slime" does not support; set it in [sampling]'
                 )
-            longest = {name: max(value, _value_of(own, name)) for name, value in longest.items()}
-        for name, value in longest.items():
-            table, key = name.split(".")
-            object.__setattr__(self, table, getattr(self, table).model_copy(update={key: value}))
 
     def by_source(self) -> dict[str, RunConfig]:
         """Return the configuration of each source's rollouts, by its name. Without sources it is this one, and the name
@@ -159,15 +150,6 @@ class RunConfig(Section):
                 left[self.source_of(task)] -= 1
                 chosen.append(task)
         return tuple(chosen)
-
-
-LONGEST_OF_SOURCES: Final = ("training.stage_timeout_s", "service.stall_s")
-"""Derived timeouts of a run that must be long enough for each source."""
-
-
-def _value_of(config: RunConfig, name: str) -> float:
-    table, key = name.split(".")
-    return float(getattr(getattr(config, table), key))
 
 
 def a_model_is_named(config: RunConfig) -> str | None:
@@ -373,7 +355,7 @@ CHECKS = (
     turns_fit_the_engines,
     weights_fit_the_devices,
     other_hosts_reach_the_sender,
-    clocks.problem,
+    lambda config: clocks.problem(Terms.of(config)),
     rollouts_fit_the_sandboxes,
     all_nodes_reach_the_sandboxes,
     remote_hosts_are_named,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.actors.derivation import clocks
 from headrace.actors.derivation.rules import Derived, derive
 from headrace.actors.errors import ConfigError
-from headrace.actors.run import clocks
 from headrace.actors.run.config import RunConfig, absolute_paths, apply_override, read_recipe, resolve
 from headrace.actors.runtime.recipe_section import overlaid
 
@@ -59,8 +59,10 @@ def load_layered(recipe: Path, on: Sequence[Path], overrides: Sequence[str], run
 
 
 def derived_values(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> tuple[Derived, ...]:
-    """Return what a recipe with machine files and overrides leaves to be derived on this host. Raises ConfigError."""
-    return derive(absolute_paths(layered(recipe, on, overrides).document, recipe), RunConfig)
+    """Return what a recipe with machine files and overrides leaves to be derived on this host, without timeouts, which
+    follow from other timeouts. Raises ConfigError."""
+    found = derive(absolute_paths(layered(recipe, on, overrides).document, recipe), RunConfig)
+    return tuple(one for one in found if one.key not in clocks.DERIVED)
 
 
 def described(config: RunConfig, origins: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
+from headrace.actors.derivation import clocks
 from headrace.actors.engines.registry import EngineState
-from headrace.actors.run import clocks
 from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -57,7 +57,7 @@ def work_clocks(config: RunConfig) -> WorkClocks:
         stage_s=config.training.stage_timeout_s,
         engine_start_s=config.engines.start_timeout_s,
         boot_s=max(config.rollout.boot_timeout_s, config.sandbox.pool.create_timeout_s),
-        push_s=clocks.push_s(config, sum(path.stat().st_size for path in weights)),
+        push_s=clocks.push_s(config.push, sum(path.stat().st_size for path in weights)),
     )
 
 

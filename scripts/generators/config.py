@@ -8,8 +8,8 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 
 from generators.docstrings import docstrings
+from headrace.actors.derivation import clocks
 from headrace.actors.derivation.rules import DERIVED
-from headrace.actors.run import clocks
 from headrace.actors.run.config import RunConfig
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.derivation import clocks
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import ConfigError
-from headrace.actors.run import clocks
 from headrace.actors.run.config import RunConfig, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
@@ -35,7 +36,7 @@ def test_the_timeouts_of_an_agent_recipe_allow_half_hour_agents(recipe: str) -> 
 @pytest.mark.parametrize("minutes", [1, 30, 240])
 def test_derived_timeouts_never_contradict_each_other(recipe: str, minutes: int) -> None:
     config = config_of(recipe, f"rollout.agent_timeout_s={60 * minutes}", "service.hang_s=90")
-    assert clocks.problem(config) is None
+    assert clocks.problem(Terms.of(config)) is None
     assert config.service.stall_s >= 2 * config.rollout.agent_timeout_s
 
 
@@ -101,13 +102,13 @@ def test_a_simulated_step_longer_than_its_stage_is_refused() -> None:
 
 def test_a_push_timeout_covers_all_its_buckets() -> None:
     config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
-    one, ten = clocks.push_s(config, 1), clocks.push_s(config, 10_000_000)
+    one, ten = clocks.push_s(config.push, 1), clocks.push_s(config.push, 10_000_000)
     assert ten - one == 9 * 20
     disk = config_of("claude_code", "push.transport=disk", "push.read_timeout_s=50", "push.load_timeout_s=70")
     phases_s = clocks.PUSH_PHASES * disk.push.phase_timeout_s
-    assert clocks.push_s(disk, 10_000_000) == phases_s + 70 + 2 * 50, "an engine may read twice"
+    assert clocks.push_s(disk.push, 10_000_000) == phases_s + 70 + 2 * 50, "an engine may read twice"
 
 
 def test_a_long_engine_health_timeout_is_not_a_stall() -> None:
     config = config_of("quickstart", "engines.health_timeout_s=90")
-    assert config.service.stall_s == clocks.STALLED_PHASES * clocks.unhealthy_s(config) > 180
+    assert config.service.stall_s == clocks.STALLED_PHASES * clocks.unhealthy_s(Terms.of(config)) > 180

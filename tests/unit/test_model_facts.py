@@ -60,5 +60,5 @@ def test_weights_are_counted_exactly() -> None:
 
 def test_what_is_no_language_model_is_refused_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 12, "vocab_size": 50257}))
-    with pytest.raises(ModelInvalid, match=r"config\.json: num_hidden_layers is None, but the memory follows from it"):
+    with pytest.raises(ModelInvalid, match=r"config\.json: num_hidden_layers is None, but memory follows from it"):
         ModelFacts.read(tmp_path)

@@ -1,8 +1,8 @@
 """Timeouts of a run: defaults derived from other timeouts, and checks that they are consistent.
 
 Invariants:
-- A key that the recipe leaves unset is derived from the phases that it bounds (`DERIVED`, in order: later entries see
-  earlier ones). Derived values are written to the run's `config.json` like all others.
+- A key that the recipe leaves unset is derived from the phases that it bounds (`DERIVED`, whose later entries see
+  earlier ones, and which come after the rules of `rules`).
 - A combination that cannot work is refused at startup with an error that names both keys and a value that works
   (`problem`).
 - A timeout bounds one thing. Work with a timeout of its own (a learner's stage, an engine's start, a boot, a push) may
@@ -13,18 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
-from headrace.actors.rollouts.rollout import ANSWER_S, RolloutConfig
-from headrace.actors.run.placement import ClusterSection
+from headrace.actors.derivation.terms import Terms
+from headrace.actors.rollouts.rollout import ANSWER_S
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.gateway.http.config import GatewaySection
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.config import EnginesConfig
-    from headrace.actors.run.sections import ServiceSection
-    from headrace.actors.training.learner import LearnerLoopConfig
-    from headrace.policies.learners.config import LearnerConfig
 
 HEALTH_CHECK_INTERVAL_S: Final = 2.0
 """Interval between two health checks of an engine."""
@@ -42,83 +35,52 @@ PUSH_PHASES: Final = 12
 bounded by `push.transfer_timeout_s` instead, and reading a directory by `push.read_timeout_s`."""
 
 
-class Clocked(Protocol):
-    """Sections of a run's configuration that have timeouts. `config.RunConfig` satisfies this protocol; it cannot be
-    named here because its module imports this one."""
-
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def gateway(self) -> GatewaySection: ...
-    @property
-    def training(self) -> LearnerLoopConfig: ...
-    @property
-    def learner(self) -> LearnerConfig: ...
-    @property
-    def engines(self) -> EnginesConfig: ...
-    @property
-    def push(self) -> PushConfig: ...
-    @property
-    def service(self) -> ServiceSection: ...
-    @property
-    def cluster(self) -> ClusterSection: ...
-
-
-def guard_s(config: Clocked) -> float:
+def guard_s(t: Terms) -> float:
     """Return the duration of a rollout in which every phase takes as long as it is allowed to.
 
     Attaching to the sandbox, writing the task's files and closing the session each get the preparation's timeout."""
-    rollout = config.rollout
-    before_s = rollout.queue_timeout_s + rollout.boot_timeout_s + ANSWER_S
-    return before_s + 3 * rollout.prepare_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
+    phases = sum(t[f"rollout.{phase}_timeout_s"] for phase in ("queue", "boot", "agent", "evaluate"))
+    return float(phases + ANSWER_S + 3 * t["rollout.prepare_timeout_s"])
 
 
-def turn_timeout_s(config: Clocked) -> float:
-    return config.rollout.agent_timeout_s / TURN_TIMEOUTS_PER_AGENT
+def turn_timeout_s(t: Terms) -> float:
+    return float(t["rollout.agent_timeout_s"] / TURN_TIMEOUTS_PER_AGENT)
 
 
-def gate_wait_s(config: Clocked) -> float:
+def gate_wait_s(t: Terms) -> float:
     """Return the time needed to notice a dead engine and start another, but no more than the turn timeout."""
-    return min(unhealthy_s(config) + config.engines.start_timeout_s, turn_timeout_s(config))
+    return float(min(unhealthy_s(t) + t["engines.start_timeout_s"], turn_timeout_s(t)))
 
 
-def unhealthy_s(config: Clocked) -> float:
+def unhealthy_s(t: Terms) -> float:
     """Return how long an engine may be silent before it is removed."""
-    engines = config.engines
-    return engines.health_misses * (engines.health_timeout_s + HEALTH_CHECK_INTERVAL_S)
+    return float(t["engines.health_misses"] * (t["engines.health_timeout_s"] + HEALTH_CHECK_INTERVAL_S))
 
 
-def stage_timeout_s(config: Clocked) -> float:
-    simulated_s = config.learner.simulated.step_s + config.learner.simulated.save_s
-    known_s = 3 * simulated_s if config.learner.kind == "simulated" else 0.0
-    return max(LEAST_STAGE_S, longest_phase(config)[1], known_s)
+def stage_timeout_s(t: Terms) -> float:
+    simulated_s = t["learner.simulated.step_s"] + t["learner.simulated.save_s"]
+    known_s = 3 * simulated_s if t["learner.kind"] == "simulated" else 0.0
+    return max(LEAST_STAGE_S, longest_phase(t)[1], known_s)
 
 
-def stall_s(config: Clocked) -> float:
-    phase_s = max(longest_phase(config)[1], config.service.hang_s)
-    if not config.engines.is_simulated:
-        phase_s = max(phase_s, unhealthy_s(config))
-    return max(STALLED_PHASES * phase_s, STALLED_ABSENCES * config.cluster.absent_s)
+def stall_s(t: Terms) -> float:
+    phase_s = max(longest_phase(t)[1], t["service.hang_s"], unhealthy_s(t) if _has_engines(t) else 0.0)
+    return float(max(STALLED_PHASES * phase_s, STALLED_ABSENCES * t["cluster.absent_s"]))
 
 
-def longest_phase(config: Clocked) -> tuple[str, float]:
+def longest_phase(t: Terms) -> tuple[str, float]:
     """Return the key and the duration in seconds of the longest phase in which a healthy rollout may show no
     progress."""
-    rollout, gateway = config.rollout, config.gateway
-    phases = {
-        "rollout.agent_timeout_s": rollout.agent_timeout_s,
-        "rollout.evaluate_timeout_s": rollout.evaluate_timeout_s,
-        "rollout.queue_timeout_s + boot_timeout_s": rollout.queue_timeout_s + rollout.boot_timeout_s,
-        "rollout.prepare_timeout_s": rollout.prepare_timeout_s,
-    }
-    if not config.engines.is_simulated:
-        phases |= {"gateway.turn_timeout_s": gateway.turn_timeout_s, "gateway.gate_wait_s": gateway.gate_wait_s}
+    keys = [f"rollout.{phase}_timeout_s" for phase in ("agent", "evaluate", "prepare")]
+    keys += ["gateway.turn_timeout_s", "gateway.gate_wait_s"] if _has_engines(t) else []
+    phases = {key: t[key] for key in keys}
+    boot_s = t["rollout.queue_timeout_s"] + t["rollout.boot_timeout_s"]
+    phases["rollout.queue_timeout_s + boot_timeout_s"] = boot_s
     return max(phases.items(), key=lambda phase: phase[1])
 
 
-def push_s(config: Clocked, model_bytes: int) -> float:
+def push_s(push: PushConfig, model_bytes: int) -> float:
     """Return the longest time that one wave of a push may take, with every phase and bucket at its limit."""
-    push = config.push
     if push.transport == "disk":
         # The sender verifies the directory, then the engines of the wave read it concurrently, perhaps twice.
         return push.load_timeout_s + 2 * push.read_timeout_s + PUSH_PHASES * push.phase_timeout_s
@@ -127,9 +89,9 @@ def push_s(config: Clocked, model_bytes: int) -> float:
     return push.load_timeout_s + PUSH_PHASES * push.phase_timeout_s + transfers_s
 
 
-DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
-    "rollout.lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
-    "push.gate_lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
+DERIVED: Final[Mapping[str, tuple[Callable[[Terms], float], str]]] = {
+    "rollout.lease_s": (lambda t: max(60.0, t["service.hang_s"]), "max(60, service.hang_s)"),
+    "push.gate_lease_s": (lambda t: max(60.0, t["service.hang_s"]), "max(60, service.hang_s)"),
     "rollout.guard_s": (guard_s, "the sum of the rollout's phases"),
     "gateway.turn_timeout_s": (turn_timeout_s, "rollout.agent_timeout_s / 3"),
     "gateway.gate_wait_s": (
@@ -142,21 +104,8 @@ DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
 """Rule for each derived key, and the text that docs/configuration.md shows in place of a default."""
 
 
-def derive(config: Clocked) -> tuple[str, ...]:
-    """Fill in the timeouts that the recipe leaves unset, and return their keys."""
-    derived = []
-    for name, (rule, _) in DERIVED.items():
-        table, key = name.split(".")
-        section = getattr(config, table)
-        if key not in section.model_fields_set:
-            # The frozen config may be changed here only, because nothing has read it yet.
-            object.__setattr__(config, table, section.model_copy(update={key: rule(config)}))
-            derived.append(name)
-    return tuple(derived)
-
-
-def _has_engines(config: Clocked) -> bool:
-    return not config.engines.is_simulated
+def _has_engines(t: Terms) -> bool:
+    return bool(t["engines.backend"] != "simulated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +116,13 @@ class _Order:
     upper: str
     because: str
     may_be_equal: bool = False
-    matters: Callable[[Clocked], bool] = lambda _: True
+    matters: Callable[[Terms], bool] = lambda _: True
 
-    def problem(self, config: Clocked) -> str | None:
-        lower_s, upper_s = _value(config, self.lower), _value(config, self.upper)
+    def problem(self, t: Terms) -> str | None:
+        lower_s, upper_s = t[self.lower], t[self.upper]
         if lower_s < upper_s or (self.may_be_equal and lower_s == upper_s):
             return None
-        if not self.matters(config):
+        if not self.matters(t):
             return None
         relation = "above" if self.may_be_equal else "not below"
         works_s = lower_s if self.may_be_equal else 2 * lower_s
@@ -206,7 +155,7 @@ ORDERS: Final = (
         lower="push.read_timeout_s",
         upper="rollout.agent_timeout_s",
         because="reading one snapshot could use up the time of every agent that waits for that engine",
-        matters=lambda config: _has_engines(config) and config.push.transport == "disk",
+        matters=lambda t: _has_engines(t) and t["push.transport"] == "disk",
     ),
     _Order(
         lower="service.hang_s",
@@ -235,37 +184,29 @@ ORDERS: Final = (
         lower="learner.simulated.step_s",
         upper="training.stage_timeout_s",
         because="every step would count as hung",
-        matters=lambda config: config.learner.kind == "simulated",
+        matters=lambda t: t["learner.kind"] == "simulated",
     ),
 )
 
 
-def problem(config: Clocked) -> str | None:
+def problem(t: Terms) -> str | None:
     """Describe the first two conflicting timeouts, with values that work; None if all timeouts are consistent."""
     for order in ORDERS:
-        if (found := order.problem(config)) is not None:
+        if (found := order.problem(t)) is not None:
             return found
-    if config.rollout.guard_s < (needed_s := guard_s(config)):
+    if t["rollout.guard_s"] < (needed_s := guard_s(t)):
         return (
-            f"rollout.guard_s {config.rollout.guard_s:g} is below the sum of its phases: queue_timeout_s, "
+            f"rollout.guard_s {t['rollout.guard_s']:g} is below the sum of its phases: queue_timeout_s, "
             "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; rollouts of slow agents "
             f"would end as infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
         )
-    phases = [longest_phase(config)]
-    if not config.engines.is_simulated:
-        phases.append(("engines.health_misses x (health_timeout_s + 2)", unhealthy_s(config)))
+    phases = [longest_phase(t)]
+    if _has_engines(t):
+        phases.append(("engines.health_misses x (health_timeout_s + 2)", unhealthy_s(t)))
     key, phase_s = max(phases, key=lambda phase: phase[1])
-    if config.service.stall_s < phase_s:
+    if t["service.stall_s"] < phase_s:
         return (
-            f"service.stall_s {config.service.stall_s:g} is below {key} {phase_s:g}: a run whose rollouts are all in "
+            f"service.stall_s {t['service.stall_s']:g} is below {key} {phase_s:g}: a run whose rollouts are all in "
             f"that phase would end as stalled; leave it unset, or set service.stall_s to {STALLED_PHASES * phase_s:g}"
         )
     return None
-
-
-def _value(config: Clocked, name: str) -> float:
-    value: object = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    assert isinstance(value, int | float), name
-    return float(value)
