@@ -53,6 +53,8 @@ def init(
     path = model if model.startswith("miniature:") else str(Path(model).resolve())
     on = () if machine == THIS_HOST else (_machine_file(machine),)
     files = () if tasks == GENERATED else _task_files(Path(tasks), heldout, recipe.with_suffix(""))
+    if heldout is not None and not files:
+        raise ConfigError("--heldout has no effect with generated tasks; name a file of training tasks by --tasks")
     tables = _tables(path, agent, files)
     try:
         recipe.write_text(tables, encoding="utf-8")
@@ -62,6 +64,8 @@ def init(
         names = ", ".join(one.key for one in checked.derived)
         head = [command, *textwrap.wrap(f"Derived at the start: {names}", 116)]
         recipe.write_text("".join(f"# {line}\n" for line in head) + tables, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; name another file") from error
     except BaseException:
         recipe.unlink(missing_ok=True)
         raise

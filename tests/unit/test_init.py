@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -87,6 +91,10 @@ def test_harbor_folders_are_converted_and_split(tmp_path: Path) -> None:
         ({"model": "nowhere"}, r"nowhere has no config\.json; set it to a Hugging Face model directory"),
         ({"machine": "cray"}, r"--machine cray: no such file; name one, or cpu, 64gpu, 8gpu, 8gpu_megatron, or this"),
         ({"tasks": "nothing.jsonl"}, r"--tasks nothing\.jsonl: no such file or folder; name one, or generated"),
+        (
+            {"heldout": "a.jsonl"},
+            "--heldout has no effect with generated tasks; name a file of training tasks by --tasks",
+        ),
         ({"agent": "nobody"}, r"agent\.kind: there is no agent 'nobody'"),
         (
             {"model": "Qwen3-4B", "machine": "cpu"},
@@ -107,6 +115,23 @@ def test_what_cannot_run_is_refused_in_one_line_and_leaves_nothing(
         raise done.exception or AssertionError("nothing was refused")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "recipe.toml").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    options = ("--model", str(TINY), "--agent", "shell", "--tasks", "generated", "--machine", "this")
+    with pytest.raises(ConfigError, match=r"absent/recipe\.toml: No such file or directory; name another file"):
+        raise init(tmp_path / "absent", *options).exception or AssertionError
+
+
+def test_what_no_option_gives_is_asked_for_on_a_terminal(tmp_path: Path) -> None:
+    command = [Path(sys.executable).with_name("headrace"), "init", tmp_path / "recipe.toml", "--machine", "this"]
+    ours, terminal = pty.openpty()
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as asking:
+        os.write(ours, f"{TINY}\nloop\n\n".encode())
+        errors = asking.communicate(timeout=100)[1].decode()
+    assert asking.returncode == 0, errors
+    assert "Tasks (JSONL file, folder of Harbor tasks, or generated) [generated]:" in errors
+    assert 'kind = "loop"' in (tmp_path / "recipe.toml").read_text()
 
 
 def test_a_recipe_that_exists_is_not_overwritten(tmp_path: Path) -> None:
