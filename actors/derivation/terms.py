@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, TypeAdapter
 
 from headrace.actors.derivation.host import Host, gigabytes, this_host
+from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.models.facts import ModelFacts
 
 USED_RAM: Final = 0.75
@@ -94,9 +95,9 @@ class Terms:
 
     @property
     def learner_bytes(self) -> int:
-        """Bytes that a rank of the Megatron learner holds for one parameter."""
-        half = self["learner.dtype"] == "bfloat16"
-        return (18 if half else 16) + (2 if half else 4) * bool(self["learner.kl_coef"])
+        """Bytes that a rank of the Megatron learner holds for one parameter; PPO's critic is a second model."""
+        half, models = self["learner.dtype"] == "bfloat16", 2 if self["learner.objective"] == PPO else 1
+        return models * (18 if half else 16) + (2 if half else 4) * bool(self["learner.kl_coef"])
 
     def on_cpu(self) -> dict[str, int]:
         """Return the bytes for one parameter that each part holds in this host's memory. The embedded engine has two
@@ -125,21 +126,13 @@ class Terms:
         token = width * (model.layers + _LAYER if self["learner.recompute"] else model.layers * _LAYER)
         if self["learner.device"] == "cuda":
             return (USED_GPU * self.gpu_bytes - self.size * self.learner_bytes) / token, of_gpu
-        return self._left("learner") / self[
-            "learner.ranks"
-        ] / token, f"{gigabytes(self.host.memory_bytes)} GB of memory"
+        return self._left("learner") / self["learner.ranks"] / token, self.host_memory
 
     def _slime_tokens(self, model: ModelFacts) -> float:
         """Weights in bf16, gradients and optimizer in fp32, divided as slime does."""
-        parts = (
-            "nodes",
-            "gpus_per_node",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "context_parallel",
-            "expert_parallel",
-        )
-        nodes, each, tensor, pipeline, context, expert = (self[f"learner.slime.{name}"] for name in parts)
+        nodes, each = self["learner.slime.nodes"], self["learner.slime.gpus_per_node"]
+        parts = ("tensor", "pipeline", "context", "expert")
+        tensor, pipeline, context, expert = (self[f"learner.slime.{part}_parallel"] for part in parts)
         dense, experts = (model.parameters - model.experts) / tensor, model.experts / expert
         copied = (dense * tensor + experts * expert) * pipeline / (nodes * each)
         held = (6 * (dense + experts) + 12 * copied) / pipeline
