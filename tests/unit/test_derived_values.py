@@ -15,8 +15,9 @@ from headrace.actors.derivation.rules import DERIVED, derive, memory_problem
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, read_recipe, resolve, validated
-from headrace.actors.run.launch import RunRequest, prepare, reopen
+from headrace.actors.run.launch import RunRequest, dry_run, prepare, reopen
 from headrace.actors.run.overlays import layered
+from headrace.policies.models import tiny
 from headrace.policies.models.facts import ModelFacts
 from support.published_models import MODELS, described_model
 
@@ -186,3 +187,23 @@ def test_a_model_that_fits_is_not_refused(tmp_path: Path, name: str, machine: st
     document = recipe(model, machine=f"untested/{machine}.toml" if machine else "")
     derive(document, RunConfig, host=SMALL)
     assert memory_problem(Terms(document, RunConfig, ModelFacts.read(model), SMALL)) is None
+
+
+def test_a_model_without_weights_passes_a_dry_run_and_starts_nothing(tmp_path: Path) -> None:
+    tiny.write_description(tmp_path / "model")
+    path = SCRIPTS / "recipes" / "quickstart.toml"
+    absent = dry_run(path, (), (f"model.path={tmp_path / 'model'}",)).absent
+    assert f"model.path: {tmp_path / 'model'} has no weights; download the model again" in absent
+    request = RunRequest(recipe=path, runs_dir=tmp_path, name="run", overrides=(f"model.path={tmp_path / 'model'}",))
+    with pytest.raises(ConfigError, match="has no weights; download the model again"):
+        prepare(request)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_critic_of_ppo_is_a_second_model(tmp_path: Path) -> None:
+    model = ModelFacts.read(described_model(tmp_path, "Qwen3-0.6B"))
+    sizes = [
+        Terms({"learner": {"objective": objective, "dtype": "bfloat16"}}, RunConfig, model, SMALL).learner_bytes
+        for objective in ("grpo", "ppo")
+    ]
+    assert sizes == [18, 36]
