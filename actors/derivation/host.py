@@ -7,9 +7,11 @@ import os
 import subprocess
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 from headrace.actors.engines.devices import VISIBLE
+from headrace.sandboxes.linux.cgroups import find_mounts
 from headrace.sandboxes.linux.host_limits import allowed_to_sandboxes, lowest_above, read_host
 from headrace.serve.gateway.http.placement import most_processes
 
@@ -47,10 +49,16 @@ class Host:
 @cache
 def this_host() -> Host:
     """Return the facts of this host. The limits of the control groups around this process count."""
-    memory_around, processes_around = (lowest_above("/sys/fs/cgroup", f"{name}.max") for name in ("memory", "pids"))
-    limits = read_host()
+    texts = (Path(f"/proc/self/{name}").read_text(encoding="utf-8") for name in ("mountinfo", "cgroup"))
+    folders = [mount.folder for mount in find_mounts(*texts)]
+
+    def around(*files: str) -> int | None:
+        found = [lowest_above(folder, file) for folder in folders for file in files]
+        return min((limit for limit in found if limit is not None), default=None)
+
+    limits, processes_around = read_host(), around("pids.max")
     return Host(
-        memory_bytes=min(limits.memory_bytes, memory_around or limits.memory_bytes),
+        memory_bytes=min(limits.memory_bytes, around("memory.max", "memory.limit_in_bytes") or limits.memory_bytes),
         cores=most_processes(),
         gpus=_gpus(),
         processes=allowed_to_sandboxes(limits, None, processes_around).processes,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.actors.derivation.host import Host
+from headrace.actors.derivation.host import Host, this_host
 from headrace.actors.derivation.rules import DERIVED, derive, memory_problem
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import ConfigError
@@ -207,3 +209,10 @@ def test_the_critic_of_ppo_is_a_second_model(tmp_path: Path) -> None:
         for objective in ("grpo", "ppo")
     ]
     assert sizes == [18, 36]
+
+
+def test_the_facts_of_this_host_are_those_of_the_kernel() -> None:
+    host = this_host()
+    assert 1 << 30 < host.memory_bytes <= psutil.virtual_memory().total
+    assert host.cores == len(os.sched_getaffinity(0))
+    assert 8 <= host.sandboxes(host.memory_bytes, 1 << 28)[0] <= 256
