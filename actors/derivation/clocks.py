@@ -17,6 +17,7 @@ from typing import Final
 
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.rollouts.rollout import ANSWER_S
+from headrace.actors.runtime.actors.operations import CLUSTER_ABSENT_S, DEFAULT_ABSENT_S
 from headrace.policies.push.contract import PushConfig
 
 HEALTH_CHECK_INTERVAL_S: Final = 2.0
@@ -90,6 +91,10 @@ def push_s(push: PushConfig, model_bytes: int) -> float:
 
 
 DERIVED: Final[Mapping[str, tuple[Callable[[Terms], float], str]]] = {
+    "cluster.absent_s": (
+        lambda t: DEFAULT_ABSENT_S if t["cluster.address"] == "local" else CLUSTER_ABSENT_S,
+        "120; 1800 on a cluster",
+    ),
     "rollout.lease_s": (lambda t: max(60.0, t["service.hang_s"]), "max(60, service.hang_s)"),
     "push.gate_lease_s": (lambda t: max(60.0, t["service.hang_s"]), "max(60, service.hang_s)"),
     "rollout.guard_s": (guard_s, "the sum of the rollout's phases"),

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig
 
 LOCAL: Final = "local"
-CLUSTER_ABSENT_S: Final = 1800.0
-"""Default of `cluster.absent_s` on a cluster: a node may need half an hour to be replaced."""
 CONTROL_CPUS: Final = 0.1
 CONTROL_MEMORY_BYTES: Final = 256 << 20
 """Reserved for each actor of the control node. Measured: 50 to 150 MB."""
@@ -76,7 +74,7 @@ class ClusterSection(Section):
     """On a cluster: number of times that the run is started again after a transient failure (exit code 75)."""
     absent_s: float = Field(default=DEFAULT_ABSENT_S, gt=0)
     """Time that an actor may be down (its process or host died) while the rest of the run continues; after that, the
-    run ends with exit code 75 and can be resumed. On a cluster the default is 1800."""
+    run ends with exit code 75 and can be resumed."""
 
     @field_validator("address")
     @classmethod
@@ -98,8 +96,6 @@ class ClusterSection(Section):
                 raise ValueError(f"{key} is missing or relative: a run on a cluster needs an absolute path")
         if self.state == self.storage:
             raise ValueError("state and storage are the same folder: state must be on a local disk")
-        if "absent_s" not in self.model_fields_set:
-            object.__setattr__(self, "absent_s", CLUSTER_ABSENT_S)
         return self
 
     @property

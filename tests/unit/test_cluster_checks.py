@@ -21,9 +21,12 @@ from headrace.actors.cluster.nodes.checks import (
 )
 from headrace.actors.cluster.nodes.connection import require_token
 from headrace.actors.cluster.nodes.probe import clock_offset_s, open_redis_function
+from headrace.actors.derivation.rules import derive
 from headrace.actors.errors import CannotBePlaced, ConfigError
-from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection, cluster_section
+from headrace.actors.run.config import RunConfig
+from headrace.actors.run.placement import ClusterSection, cluster_section
 from headrace.actors.runtime.actors.nodes import Bundle, NodeRole
+from headrace.actors.runtime.actors.operations import CLUSTER_ABSENT_S, DEFAULT_ABSENT_S
 
 VERSIONS = Versions(ray="2.60.0", headrace="0.1.0", python="3.11.7")
 LABELS = {NodeRole.CONTROL: "control", NodeRole.ROLLOUT: "work"}
@@ -120,11 +123,17 @@ def test_a_missing_or_readable_token_is_refused(tmp_path: Path, monkeypatch: pyt
     require_token()
 
 
+def test_actors_of_a_cluster_may_be_absent_for_longer() -> None:
+    cluster = {"address": "10.0.0.1:6379", "state": "/state", "storage": "/storage"}
+    for given, expected in ((cluster, CLUSTER_ABSENT_S), (cluster | {"absent_s": 60}, 60), ({}, DEFAULT_ABSENT_S)):
+        document = {"cluster": dict(given)}
+        derive(document, RunConfig)
+        assert document["cluster"]["absent_s"] == expected
+
+
 def test_a_cluster_needs_absolute_and_different_folders() -> None:
     given = {"address": "10.0.0.1:6379", "state": "/state", "storage": "/storage"}
-    assert ClusterSection.model_validate(given).absent_s == CLUSTER_ABSENT_S
-    assert ClusterSection.model_validate(given | {"absent_s": 60}).absent_s == 60
-    assert ClusterSection().absent_s == 120
+    ClusterSection.model_validate(given)
     for changes, problem in (
         ({"state": None}, "state is missing"),
         ({"storage": "storage"}, "storage is missing or relative"),

@@ -21,9 +21,9 @@ from headrace.actors.cluster.runs.operations import operation_of
 from headrace.actors.cluster.runs.records import RAY_USER, RunEvent, RunId, RunRecord
 from headrace.actors.cluster.runs.runs import Runs
 from headrace.actors.errors import ActorMissing, RunsMissing
-from headrace.actors.run.placement import CLUSTER_ABSENT_S, ClusterSection
+from headrace.actors.run.placement import ClusterSection
 from headrace.actors.runtime.actors.nodes import NAMESPACE, NodeRole
-from headrace.actors.runtime.actors.operations import until_back
+from headrace.actors.runtime.actors.operations import CLUSTER_ABSENT_S, until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.runtime.version import RUNNING
 

@@ -65,11 +65,10 @@ from headrace.actors.engines.requests import ask_group
 from headrace.actors.errors import ActorError, ActorGone, ActorLost, RunError, RunRefused
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.launch import document_of
-from headrace.actors.run.placement import CLUSTER_ABSENT_S
 from headrace.actors.run.report import report_of
 from headrace.actors.run.run_status import status_of
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.actors.operations import ABSENCE
+from headrace.actors.runtime.actors.operations import ABSENCE, CLUSTER_ABSENT_S
 from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, end_actor, namespace_of
 from headrace.actors.runtime.version import RUNNING, installed
 from headrace.actors.telemetry.page.access import PageAnswer

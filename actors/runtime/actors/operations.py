@@ -39,8 +39,9 @@ Attempts: TypeAlias = Mapping[str, tuple[str, int]]
 """Rollout id and attempt that operations work for, by key."""
 NO_ATTEMPTS: Final[Attempts] = MappingProxyType({})
 
-DEFAULT_ABSENT_S: Final = 120.0
-"""Default of `cluster.absent_s`: a process that imports torch takes about 15 s to restart with cold caches."""
+DEFAULT_ABSENT_S, CLUSTER_ABSENT_S = 120.0, 1800.0
+"""Defaults of `cluster.absent_s`: a process that imports torch takes about 15 s to restart with cold caches, and a node
+of a cluster may need half an hour to be replaced."""
 
 
 @dataclass(slots=True)
