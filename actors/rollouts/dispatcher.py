@@ -71,8 +71,9 @@ class DispatcherConfig(BaseModel):
     """Maximum number of concurrent evaluation rollouts across all workers."""
     evaluation_attempts: int = Field(default=3, ge=1)
     """Maximum number of attempts at one evaluation rollout before it counts as infra."""
-    pacing: PacingConfig = PacingConfig()
-    """Adaptive limit on rollouts in flight, lowered while engines or outside services are overloaded."""
+    pacing: bool = False
+    """Adaptive limit on rollouts in flight, lowered while engines or outside services are overloaded. Without it, only
+    slots and inventory limit their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class Dispatcher:
         self._workers = WorkerSlots(
             workers,
             slots_per_worker=config.slots_per_worker,
-            limit=AdaptiveLimit(config.pacing, config.slots_per_worker * len(workers), now_s=0.0),
+            limit=AdaptiveLimit(PacingConfig(enabled=config.pacing), config.slots_per_worker * len(workers), now_s=0.0),
             replay=replay,
             pool=pool,
             trained=self._count,

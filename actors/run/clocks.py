@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from headrace.actors.rollouts.rollout import ANSWER_S, RolloutConfig
 from headrace.actors.run.placement import ClusterSection
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushConfig, PushSection
 from headrace.serve.gateway.http.config import GatewaySection
 
 if TYPE_CHECKING:
     from headrace.actors.engines.config import EnginesConfig
-    from headrace.actors.run.sections import ServiceSection
+    from headrace.actors.run.sections import ModelSection, ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
     from headrace.policies.learners.config import LearnerConfig
 
@@ -38,14 +38,18 @@ LEAST_STAGE_S: Final = 1800.0
 """Lower bound of a stage timeout. The length of a step is unknown before the first one; steps reported in publications
 are far shorter."""
 PUSH_PHASES: Final = 12
-"""Phases in one wave of a push, each bounded by `push.phase_timeout_s`. Forming a group and sending each bucket are
-bounded by `push.transfer_timeout_s` instead, and reading a directory by `push.read_timeout_s`."""
+"""Phases in one wave of a push, each bounded by `PushConfig.phase_timeout_s`. Forming a group and sending each bucket
+are bounded by `transfer_timeout_s` instead, and reading a directory by `read_timeout_s`."""
+SLOW_READ_BYTES_PER_S: Final = 250e6
+"""Speed of reading weights that pushes wait for: that of a busy network file system."""
 
 
 class Clocked(Protocol):
     """Sections of a run's configuration that have timeouts. `config.RunConfig` satisfies this protocol; it cannot be
     named here because its module imports this one."""
 
+    @property
+    def model(self) -> ModelSection: ...
     @property
     def rollout(self) -> RolloutConfig: ...
     @property
@@ -57,7 +61,7 @@ class Clocked(Protocol):
     @property
     def engines(self) -> EnginesConfig: ...
     @property
-    def push(self) -> PushConfig: ...
+    def push(self) -> PushSection: ...
     @property
     def service(self) -> ServiceSection: ...
     @property
@@ -116,9 +120,27 @@ def longest_phase(config: Clocked) -> tuple[str, float]:
     return max(phases.items(), key=lambda phase: phase[1])
 
 
-def push_s(config: Clocked, model_bytes: int) -> float:
+def weights_bytes(config: Clocked) -> int:
+    """Return the size of the model's weights; 0 with simulated engines, which have none."""
+    weights = config.model.path.glob("*.safetensors") if not config.engines.is_simulated else ()
+    return sum(path.stat().st_size for path in weights)
+
+
+def push_config(config: Clocked, model_bytes: int) -> PushConfig:
+    """Return the settings of a run's pushes: the limits of reading a snapshot follow from its size."""
+    read_s = model_bytes / SLOW_READ_BYTES_PER_S
+    given = PushConfig(**config.push.model_dump())
+    return given.model_copy(
+        update={
+            "load_timeout_s": given.load_timeout_s + read_s,
+            "read_timeout_s": given.read_timeout_s + read_s * given.wave_size,
+            "gate_lease_s": max(given.gate_lease_s, config.service.hang_s),
+        }
+    )
+
+
+def push_s(push: PushConfig, model_bytes: int) -> float:
     """Return the longest time that one wave of a push may take, with every phase and bucket at its limit."""
-    push = config.push
     if push.transport == "disk":
         # The sender verifies the directory, then the engines of the wave read it concurrently, perhaps twice.
         return push.load_timeout_s + 2 * push.read_timeout_s + PUSH_PHASES * push.phase_timeout_s
@@ -129,7 +151,6 @@ def push_s(config: Clocked, model_bytes: int) -> float:
 
 DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "rollout.lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
-    "push.gate_lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
     "rollout.guard_s": (guard_s, "the sum of the rollout's phases"),
     "gateway.turn_timeout_s": (turn_timeout_s, "rollout.agent_timeout_s / 3"),
     "gateway.gate_wait_s": (
@@ -197,29 +218,10 @@ ORDERS: Final = (
         matters=_has_engines,
     ),
     _Order(
-        lower="push.transfer_timeout_s",
-        upper="rollout.agent_timeout_s",
-        because="one bucket of a push could use up the time of every agent that waits for it",
-        matters=_has_engines,
-    ),
-    _Order(
-        lower="push.read_timeout_s",
-        upper="rollout.agent_timeout_s",
-        because="reading one snapshot could use up the time of every agent that waits for that engine",
-        matters=lambda config: _has_engines(config) and config.push.transport == "disk",
-    ),
-    _Order(
         lower="service.hang_s",
         upper="rollout.lease_s",
         because="a worker that is slow but not hung would lose its sandboxes",
         may_be_equal=True,
-    ),
-    _Order(
-        lower="service.hang_s",
-        upper="push.gate_lease_s",
-        because="the gate of a paused engine would open while the engine group is slow but not hung",
-        may_be_equal=True,
-        matters=_has_engines,
     ),
     _Order(
         lower="service.hang_s",
@@ -242,6 +244,13 @@ ORDERS: Final = (
 
 def problem(config: Clocked) -> str | None:
     """Describe the first two conflicting timeouts, with values that work; None if all timeouts are consistent."""
+    agent_s, bucket_s = config.rollout.agent_timeout_s, PushConfig().transfer_timeout_s
+    if _has_engines(config) and agent_s <= bucket_s:
+        return (
+            f"rollout.agent_timeout_s {agent_s:g} is not above {bucket_s:g}, the seconds that one bucket of a push may "
+            f"take: it could use up the time of every agent that waits for it; set rollout.agent_timeout_s to "
+            f"{2 * bucket_s:g}"
+        )
     for order in ORDERS:
         if (found := order.problem(config)) is not None:
             return found

@@ -49,10 +49,10 @@ from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.slime import arguments as slime
 from headrace.policies.miniatures import names as miniatures
 from headrace.policies.processes.engine_keys import is_loopback
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushSection
 from headrace.serve.gateway.http.config import GatewaySection
 from headrace.serve.tracing.retention import RetentionConfig
-from headrace.serve.tracing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetrySection
 
 FORMAT: Final = 1
 """Number of the format of recorded configurations."""
@@ -75,10 +75,9 @@ class RunConfig(Section):
     training: LearnerLoopConfig = LearnerLoopConfig()
     learner: LearnerConfig
     engines: EnginesConfig = EnginesConfig()
-    push: PushConfig = PushConfig()
+    push: PushSection = PushSection()
     evaluation: EvaluationSection = EvaluationSection()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    retention: RetentionConfig = RetentionConfig()
+    telemetry: TelemetrySection = TelemetrySection()
     service: ServiceSection = ServiceSection()
     services: dict[ServiceName, ServiceConfig] = Field(default_factory=dict)
     """Services that environments and evaluators call, by name."""
@@ -124,6 +123,11 @@ class RunConfig(Section):
         for name, value in longest.items():
             table, key = name.split(".")
             object.__setattr__(self, table, getattr(self, table).model_copy(update={key: value}))
+
+    @property
+    def retention(self) -> RetentionConfig:
+        """Limits on the run's metrics, logs and evaluations."""
+        return RetentionConfig.beside(self.telemetry.keep_bytes)
 
     def by_source(self) -> dict[str, RunConfig]:
         """Return the configuration of each source's rollouts, by its name. Without sources it is this one, and the name

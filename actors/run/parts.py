@@ -38,6 +38,7 @@ from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.run.clocks import push_config, weights_bytes
 from headrace.actors.run.config import RunConfig, slime_terms
 from headrace.actors.run.placement import LEARNER_BUNDLE, Unit
 from headrace.actors.run.supervision import SupervisedActors, or_none
@@ -64,6 +65,7 @@ from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.sandboxes.base import SandboxProvider
 from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ class RunActors(GuardedActors):
         self._evaluations = evaluations
         self._tasks = tasks
         self.observing = ActorTelemetry(
-            config=config.telemetry,
+            config=TelemetryConfig(**config.telemetry.model_dump()),
             run_dir=None if directory is None else directory.path,
             run_id="" if directory is None else identity_of(directory),
             retention=config.retention,
@@ -288,7 +290,7 @@ class RunActors(GuardedActors):
             "engines",
             EngineGroup,
             config.engines.model_copy(update={"max_context_tokens": context}),
-            config.push,
+            push_config(config, weights_bytes(config)),
             gateways=self.gateways,
             metrics=replay,
             model_dir=config.model.path,

@@ -52,12 +52,12 @@ class WorkClocks:
 
 def work_clocks(config: RunConfig) -> WorkClocks:
     """Return the timeouts of a run's work. The timeout of a push depends on the size of the model's weights."""
-    weights = config.model.path.glob("*.safetensors") if not config.engines.is_simulated else ()
+    model_bytes = clocks.weights_bytes(config)
     return WorkClocks(
         stage_s=config.training.stage_timeout_s,
         engine_start_s=config.engines.start_timeout_s,
         boot_s=max(config.rollout.boot_timeout_s, config.sandbox.pool.create_timeout_s),
-        push_s=clocks.push_s(config, sum(path.stat().st_size for path in weights)),
+        push_s=clocks.push_s(clocks.push_config(config, model_bytes), model_bytes),
     )
 
 

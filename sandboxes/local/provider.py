@@ -46,8 +46,8 @@ PROVIDER: Final = "local"
 _LEAST_MEMORY_BYTES: Final = 16 << 20
 
 
-class LocalSandboxConfig(BaseModel):
-    """Limits of one launcher and of each of its sandboxes."""
+class LocalSandboxSection(BaseModel):
+    """Limits of one launcher and of each of its sandboxes: the keys of a recipe's `[sandbox.local]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,13 +78,18 @@ class LocalSandboxConfig(BaseModel):
     open on this host, the commands of the sandbox that holds most, and more than its even share, are killed."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
-    answer_timeout_s: float = Field(default=20.0, gt=0)
-    """A launcher that sends no answer for this long (for a boot, measured from the end of the boot timeout) is killed
-    and replaced."""
     image_folder: Path | None = None
     """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
     """Above this total, unused images are evicted, least recently used first."""
+
+
+class LocalSandboxConfig(LocalSandboxSection):
+    """All settings of one launcher."""
+
+    answer_timeout_s: float = Field(default=20.0, gt=0)
+    """A launcher that sends no answer for this long (for a boot, measured from the end of the boot timeout) is killed
+    and replaced."""
     image_patience_s: float = Field(default=10.0, gt=0)
     """Time for which create waits for an image that is being unpacked; after that it raises ImagePending, and the
     caller asks again. Unpacking goes on meanwhile."""

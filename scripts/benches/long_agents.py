@@ -82,7 +82,6 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
         "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
         # Must be below the scaled stall clock, as in real time.
         "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},
-        "push": {"gate_lease_s": machine(recipe.push.gate_lease_s)},
     }
 
 

@@ -68,7 +68,7 @@ def found_or_submitted(cluster: Cluster, name: str) -> ClusterRun:
 
 
 def test_files_are_rotated_on_the_control_node(cluster: Cluster) -> None:
-    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", "retention.file_bytes=4096", name="rotated")
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", "telemetry.keep_bytes=65536", name="rotated")
     run.check_finished(24)
     assert list(run.directory.path.glob("metrics-*.jsonl"))
     assert run.directory.metrics.stat().st_size < 2 * 4096

@@ -260,7 +260,7 @@ def test_a_key_file_that_others_can_read_is_refused(
         ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
         ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
         ("learner.betas=[0.9, 1.0]", "learner.betas.1: Input should be less than 1"),
-        ("push.read_timeout_s=inf", "push.read_timeout_s is infinite; set a finite number"),
+        ("rollout.queue_timeout_s=inf", "rollout.queue_timeout_s is infinite; set a finite number"),
     ],
 )
 def test_an_invalid_override_is_a_one_line_error(

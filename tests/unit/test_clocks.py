@@ -10,6 +10,7 @@ import pytest
 from headrace.actors.errors import ConfigError
 from headrace.actors.run import clocks
 from headrace.actors.run.config import RunConfig, load_recipe
+from headrace.policies.push.contract import PushConfig
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 AGENTS = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code")
@@ -63,13 +64,8 @@ def test_a_configured_timeout_is_not_derived() -> None:
     [
         (["gateway.turn_timeout_s=1800"], ("gateway.turn_timeout_s", "rollout.agent_timeout_s")),
         (["gateway.gate_wait_s=2000"], ("gateway.gate_wait_s", "rollout.agent_timeout_s")),
-        (["push.transfer_timeout_s=1900"], ("push.transfer_timeout_s", "rollout.agent_timeout_s")),
-        (
-            ["push.transport=disk", "push.read_timeout_s=1900"],
-            ("push.read_timeout_s", "rollout.agent_timeout_s"),
-        ),
+        (["rollout.agent_timeout_s=15"], ("rollout.agent_timeout_s", "one bucket of a push")),
         (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
-        (["push.gate_lease_s=30"], ("service.hang_s", "push.gate_lease_s")),
         (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),
         (["cluster.absent_s=4000", "service.stall_s=3600"], ("cluster.absent_s", "service.stall_s")),
         (["rollout.guard_s=1000"], ("rollout.guard_s", "agent_timeout_s")),
@@ -100,12 +96,18 @@ def test_a_simulated_step_longer_than_its_stage_is_refused() -> None:
 
 
 def test_a_push_timeout_covers_all_its_buckets() -> None:
-    config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
-    one, ten = clocks.push_s(config, 1), clocks.push_s(config, 10_000_000)
-    assert ten - one == 9 * 20
-    disk = config_of("claude_code", "push.transport=disk", "push.read_timeout_s=50", "push.load_timeout_s=70")
-    phases_s = clocks.PUSH_PHASES * disk.push.phase_timeout_s
+    push = PushConfig(transfer_timeout_s=20, bucket_bytes=1_000_000)
+    assert clocks.push_s(push, 10_000_000) - clocks.push_s(push, 1) == 9 * 20
+    disk = PushConfig(transport="disk", read_timeout_s=50, load_timeout_s=70)
+    phases_s = clocks.PUSH_PHASES * disk.phase_timeout_s
     assert clocks.push_s(disk, 10_000_000) == phases_s + 70 + 2 * 50, "an engine may read twice"
+
+
+def test_limits_of_reading_weights_follow_from_their_size() -> None:
+    small = clocks.push_config(config_of("claude_code"), 1_000_000)
+    assert (round(small.load_timeout_s), round(small.read_timeout_s), small.gate_lease_s) == (300, 20, 60)
+    large = clocks.push_config(config_of("claude_code", "push.wave_size=2", "service.hang_s=90"), 70 * 10**9)
+    assert (large.load_timeout_s, large.read_timeout_s, large.gate_lease_s) == (580, 580, 90)
 
 
 def test_a_long_engine_health_timeout_is_not_a_stall() -> None:

@@ -10,8 +10,8 @@ from pydantic import Field, field_validator
 
 from headrace.actors.runtime.recipe_section import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
-from headrace.sandboxes.local.provider import LocalSandboxConfig
-from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.sandboxes.local.provider import LocalSandboxSection
+from headrace.sandboxes.pool.config import PoolSection
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 
@@ -48,7 +48,7 @@ class SandboxSection(Section):
     (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a provider from another package."""
-    local: LocalSandboxConfig = LocalSandboxConfig()
+    local: LocalSandboxSection = LocalSandboxSection()
     """Settings of the provider `local`."""
     e2b: E2bConfig = E2bConfig()
     """Settings of the provider `e2b`, which needs the extra `e2b`."""
@@ -56,7 +56,7 @@ class SandboxSection(Section):
     """Settings of the provider `remote`."""
     simulated: SimulationConfig = SimulationConfig()
     """Settings of the provider `simulated`."""
-    pool: PoolConfig = PoolConfig()
+    pool: PoolSection = PoolSection()
     """Settings of the pool, including its limits on booting and live sandboxes."""
 
     @field_validator("provider")

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
-from headrace.actors.rollouts.pacing import PacingConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run.config import explain
 from headrace.actors.run.overlays import load_layered
@@ -120,7 +119,7 @@ class SimulationPlan(BaseModel):
     """Number of held-out tasks, each with one rollout in an evaluation."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Planted slowdowns of any kind."""
-    pacing: PacingConfig = PacingConfig()
+    pacing: bool = False
     """Adaptive concurrency, which needs a caller that reports the load to the dispatcher."""
     buffer: dict[str, Any] = Field(default_factory=dict)
     """Additional keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
