@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headrace.actors.rollouts.rollout import ANSWER_S, RolloutConfig
+from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run.placement import ClusterSection
 from headrace.policies.push.contract import PushConfig, PushSection
 from headrace.serve.gateway.http.config import GatewaySection
@@ -66,15 +66,6 @@ class Clocked(Protocol):
     def service(self) -> ServiceSection: ...
     @property
     def cluster(self) -> ClusterSection: ...
-
-
-def guard_s(config: Clocked) -> float:
-    """Return the duration of a rollout in which every phase takes as long as it is allowed to.
-
-    Attaching to the sandbox, writing the task's files and closing the session each get the preparation's timeout."""
-    rollout = config.rollout
-    before_s = rollout.queue_timeout_s + rollout.boot_timeout_s + ANSWER_S
-    return before_s + 3 * rollout.prepare_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
 
 
 def turn_timeout_s(config: Clocked) -> float:
@@ -151,7 +142,6 @@ def push_s(push: PushConfig, model_bytes: int) -> float:
 
 DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "rollout.lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
-    "rollout.guard_s": (guard_s, "the sum of the rollout's phases"),
     "gateway.turn_timeout_s": (turn_timeout_s, "rollout.agent_timeout_s / 3"),
     "gateway.gate_wait_s": (
         gate_wait_s,
@@ -254,12 +244,6 @@ def problem(config: Clocked) -> str | None:
     for order in ORDERS:
         if (found := order.problem(config)) is not None:
             return found
-    if config.rollout.guard_s < (needed_s := guard_s(config)):
-        return (
-            f"rollout.guard_s {config.rollout.guard_s:g} is below the sum of its phases: queue_timeout_s, "
-            "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; rollouts of slow agents "
-            f"would end as infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
-        )
     phases = [longest_phase(config)]
     if not config.engines.is_simulated:
         phases.append(("engines.health_misses x (health_timeout_s + 2)", unhealthy_s(config)))

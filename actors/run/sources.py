@@ -109,13 +109,7 @@ def source_document(document: Mapping[str, Any], source: SourceSection) -> dict[
     """Return the document of a source: the recipe's, with the source's tasks and tables."""
     merged = dict(document)
     merged["tasks"] = source.model_dump(exclude={"name", "share", *OWN_TABLES})
-    for table in OWN_TABLES:
-        own = getattr(source, table)
-        merged[table] = overlaid(document.get(table, {}), own)
-        if table == "rollout" and own and "guard_s" not in own:
-            # It is the sum of phases that the source may have changed.
-            merged[table].pop("guard_s", None)
-    return merged
+    return merged | {table: overlaid(document.get(table, {}), getattr(source, table)) for table in OWN_TABLES}
 
 
 def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:

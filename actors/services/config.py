@@ -90,8 +90,6 @@ class ServiceConfig(Section):
     """Time limit for one request, in seconds."""
     max_concurrency: int = Field(default=64, ge=1)
     """Maximum number of calls of one worker at once. The limit falls below it while the service is overloaded."""
-    min_concurrency: int = Field(default=1, ge=1)
-    """Number of calls at once below which the limit never falls."""
     retry: RetrySection = RetrySection()
     """Limits of the retries."""
     price: PriceSection = PriceSection()
@@ -125,10 +123,6 @@ class ServiceConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        if self.min_concurrency > self.max_concurrency:
-            raise ValueError(
-                f"min_concurrency {self.min_concurrency} is above max_concurrency {self.max_concurrency}; lower it"
-            )
         if self.is_outside:
             given = [key for key in ("url", "corpus", "path", "model", "key_file") if getattr(self, key)]
             if given:

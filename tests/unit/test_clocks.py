@@ -68,7 +68,6 @@ def test_a_configured_timeout_is_not_derived() -> None:
         (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
         (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),
         (["cluster.absent_s=4000", "service.stall_s=3600"], ("cluster.absent_s", "service.stall_s")),
-        (["rollout.guard_s=1000"], ("rollout.guard_s", "agent_timeout_s")),
         (["service.stall_s=180"], ("service.stall_s", "rollout.agent_timeout_s")),
         (
             ["service.stall_s=2000", "engines.health_timeout_s=1000"],

@@ -39,6 +39,8 @@ FOLDERS: Final = "/opt/headrace/agents"
 INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
 """Guard against hangs; the agent's deadline is tracked separately."""
+MAX_LOG_BYTES: Final = 65536
+"""Number of bytes kept from the end of standard output."""
 _STDERR_BYTES: Final = 8192
 _SIGKILL: Final = 9
 _START: Final = """
@@ -84,8 +86,6 @@ class ProgramConfig(BaseModel):
     agent normally."""
     port: int = Field(default=47123, ge=1, le=65535)
     """Port of the gateway on the sandbox's loopback interface; choose a port that no task uses."""
-    max_log_bytes: int = Field(default=65536, ge=1024)
-    """Number of bytes kept from the end of standard output."""
 
     @field_validator("environment")
     @classmethod
@@ -253,7 +253,7 @@ class CliAgent(ABC):
                 cwd=context.working_directory,
             )
             try:
-                printed = OutputTail(self._config.max_log_bytes)
+                printed = OutputTail(MAX_LOG_BYTES)
                 async for piece in process.output():
                     printed.add(piece.stream, piece.data)
                 exit_code = await process.wait()

@@ -12,7 +12,7 @@ from headrace.actors.runtime.recipe_section import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.local.provider import LocalSandboxSection
 from headrace.sandboxes.pool.config import PoolSection
-from headrace.sandboxes.simulated.provider import SimulationConfig
+from headrace.sandboxes.simulated.provider import SimulationSection
 
 
 class SandboxKind(StrEnum):
@@ -54,7 +54,7 @@ class SandboxSection(Section):
     """Settings of the provider `e2b`, which needs the extra `e2b`."""
     remote: RemoteSection = RemoteSection()
     """Settings of the provider `remote`."""
-    simulated: SimulationConfig = SimulationConfig()
+    simulated: SimulationSection = SimulationSection()
     """Settings of the provider `simulated`."""
     pool: PoolSection = PoolSection()
     """Settings of the pool, including its limits on booting and live sandboxes."""

@@ -207,7 +207,6 @@ class SimulationPlan(BaseModel):
             prepare_timeout_s=patience_s,
             agent_timeout_s=patience_s,
             evaluate_timeout_s=patience_s,
-            guard_s=10 * patience_s,
             lease_s=LEASE_S,
         )
 
