@@ -155,7 +155,7 @@ def run(
     ] = False,
     quotas: Annotated[
         Path | None,
-        typer.Option(help="File of quotas and grants, set by the first run on a cluster (docs/control_api.md)."),
+        typer.Option(help="Quotas and grants, set by a cluster's first run (guide 'Control API of a cluster')."),
     ] = None,
 ) -> None:
     """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory. With
@@ -316,7 +316,7 @@ def evaluate(
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Evaluate a policy on held-out tasks without training, and store a record of every answer (docs/evaluation.md)."""
+    """Evaluate a policy on held-out tasks without training, and store a record of every answer (guide 'Evaluation')."""
     from headrace.actors.cli.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
     from headrace.actors.rollouts.summary import summary_document, summary_lines
 

@@ -39,7 +39,8 @@ class ClusterOptions:
     address: Annotated[
         str | None,
         typer.Option(
-            "--address", help="Ray cluster, HOST:PORT of its head, or `auto` on one of its nodes (docs/cluster.md)."
+            "--address",
+            help="Ray cluster: HOST:PORT of its head, or `auto` on a node (guide 'Runs on a cluster').",
         ),
     ] = None
     owner: Annotated[
@@ -48,7 +49,7 @@ class ClusterOptions:
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", envvar="HEADRACE_URL", help="Control API of a cluster, http://host:port (docs/control_api.md)."
+            "--url", envvar="HEADRACE_URL", help="Control API, http://host:port (guide 'Control API of a cluster')."
         ),
     ] = None
     key_file: Annotated[

@@ -30,7 +30,7 @@ def simulate(
     seed: Annotated[int | None, typer.Option(help="Random seed for durations, rewards and task order.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override a key of the plan (key=value, see docs/simulate.md); may be repeated."),
+        typer.Option("--set", help="Override a key of the plan (key=value; guide 'Simulating a run'); repeatable."),
     ] = None,
     recipe: Annotated[
         Path | None,
@@ -114,7 +114,7 @@ def tune(
     processes: Annotated[int, typer.Option(min=0, help="Number of parallel simulations; 0 for one per core.")] = 0,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Set a plan key that is missing from the records (key=value, see docs/tuning.md)."),
+        typer.Option("--set", help="Set a plan key that records lack (key=value; guide 'Tuning on recorded runs')."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,

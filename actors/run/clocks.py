@@ -150,7 +150,7 @@ DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "training.stage_timeout_s": (stage_timeout_s, "the longest phase of a rollout, at least 1800"),
     "service.stall_s": (stall_s, "twice the longest phase of a rollout, at least 1.5 x cluster.absent_s"),
 }
-"""Rule for each derived key, and the text that docs/configuration.md shows in place of a default."""
+"""Rule for each derived key, and the text that the guide 'Configuration' shows in place of a default."""
 
 
 def derive(config: Clocked) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class ServiceConfig(Section):
 
     kind: ServiceKind | str = Field(default=ServiceKind.RETRIEVER, union_mode="left_to_right")
     """Kind of the service: `retriever`, `model` (any server of OpenAI's Chat Completions API), `reward` (a server that
-    scores rollouts), or a class of another package as package.module:Class (docs/services.md)."""
+    scores rollouts), or a class of another package as package.module:Class (guide 'Services')."""
     url: str = ""
     """Base URL of a running service, such as http://127.0.0.1:8000; for `reward`, the URL that requests go to."""
     corpus: Path | None = None
@@ -85,7 +85,7 @@ class ServiceConfig(Section):
     """For models: name of the model in requests."""
     key_file: Path | None = None
     """Private file with the key that requests carry as `Authorization: Bearer KEY`, relative to the recipe; on a
-    cluster also `secret:NAME` (docs/control_api.md)."""
+    cluster also `secret:NAME` (guide 'Control API of a cluster')."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for one request, in seconds."""
     max_concurrency: int = Field(default=64, ge=1)

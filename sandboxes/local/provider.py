@@ -51,8 +51,6 @@ class LocalSandboxSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_sandboxes: int = Field(default=512, ge=1, le=16_000)
-    """Maximum number of live and frozen sandboxes; beyond it, create raises CapacityExceeded."""
     max_live: int | None = Field(default=None, ge=1, le=16_000)
     """Maximum number of sandboxes booting or running; beyond it, create raises CapacityExceeded. None means 64, or
     fewer on a small host; in a run, it means 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that are
@@ -62,8 +60,6 @@ class LocalSandboxSection(BaseModel):
     layers_in: Path | None = None
     """Folder on the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
     mkfs.ext4). None means they are stored in memory, as part of `memory_bytes`."""
-    min_free_bytes: int = Field(default=256 << 20, ge=0)
-    """Boots are refused (OutOfDisk) while less than this is free on that disk, or in the host's memory."""
     memory_bytes: int | None = Field(default=2 << 30, ge=16 << 20)
     """Memory limit of a sandbox, including its file layer, if its spec has no `memory_bytes`; None for no limit.
     Enforced only where control groups are available (headrace doctor)."""
@@ -87,6 +83,10 @@ class LocalSandboxSection(BaseModel):
 class LocalSandboxConfig(LocalSandboxSection):
     """All settings of one launcher."""
 
+    max_sandboxes: int = Field(default=512, ge=1, le=16_000)
+    """Maximum number of live and frozen sandboxes; beyond it, create raises CapacityExceeded."""
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
+    """Boots are refused (OutOfDisk) while less than this is free on the disk of the layers, or in the host's memory."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
     """A launcher that sends no answer for this long (for a boot, measured from the end of the boot timeout) is killed
     and replaced."""

@@ -62,10 +62,6 @@ class SimulationSection(BaseModel):
     """Rate above which creates raise RateLimited; None for no limit."""
     boot_failure: float = Field(default=0.0, ge=0, le=1)
     """Probability of BootFailed."""
-    stuck_sandbox: float = Field(default=0.0, ge=0, le=1)
-    """Probability that a sandbox boots but completes no command."""
-    life_s: float | None = Field(default=None, gt=0)
-    """Mean lifetime after which sandboxes die on their own; None means never."""
     images: tuple[str, ...] | None = None
     """Known images; None means all."""
     slowdowns: tuple[Slowdown, ...] = ()
@@ -97,6 +93,10 @@ class SimulationSection(BaseModel):
 class SimulationConfig(SimulationSection):
     """All settings of simulated hosts."""
 
+    stuck_sandbox: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a sandbox boots but completes no command."""
+    life_s: float | None = Field(default=None, gt=0)
+    """Mean lifetime after which sandboxes die on their own."""
     answer_s: float = Field(default=0.01, ge=0)
     """Latency of every other call."""
     exec_s: float = Field(default=0.1, ge=0)

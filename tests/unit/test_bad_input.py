@@ -259,6 +259,10 @@ def test_a_key_file_that_others_can_read_is_refused(
         ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
         ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
         ("learner.betas=[0.9, 1.0]", "learner.betas.1: Input should be less than 1"),
+        ("dispatcher.pacing.enabled=true", "unknown key dispatcher.pacing.enabled; it is now dispatcher.pacing = true"),
+        ("dispatcher.pacing={increase = 4}", "unknown key dispatcher.pacing.increase; it is no longer a key, since"),
+        ("retention.days=3", "unknown key retention; it is no longer a table: all limits follow from telemetry.keep_"),
+        ("push.read_timeout_s=300", "unknown key push.read_timeout_s; it is no longer a key: it follows from the size"),
         ("rollout.queue_timeout_s=inf", "rollout.queue_timeout_s is infinite; set a finite number"),
     ],
 )

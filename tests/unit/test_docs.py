@@ -8,7 +8,8 @@ import re
 import runpy
 import sqlite3
 import sys
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -126,6 +127,56 @@ def test_documentation_pages_named_in_the_code_exist() -> None:
     named = {page for path in files for page in re.findall(r"docs/[\w-]+\.md", path.read_text())}
     assert len(named) > 5
     assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+def test_texts_of_the_product_name_guides_by_their_titles() -> None:
+    """Users of an installed package have no docs folder."""
+    titles = {page.read_text().splitlines()[0].removeprefix("# ") for page in PAGES}
+    named, paths = set(), []
+    for path in (path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = [node for statement in tree.body[ast.get_docstring(tree) is not None :] for node in ast.walk(statement)]
+        for text in [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]:
+            paths += [f"{path.name}: {page}" for page in re.findall(r"docs/[\w-]+\.md", text)]
+            named |= set(re.findall(r"guide '([^']+)'", " ".join(text.split())))
+    assert paths == []
+    assert len(named) > 5
+    assert named <= titles
+
+
+def tables_of(page: Path) -> Iterator[list[list[str]]]:
+    """Yield the tables of a page as rows of cells, the header first."""
+    rows: list[list[str]] = []
+    for line in [*re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif rows:
+            yield rows
+            rows = []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_tables_have_as_many_cells_as_their_header(page: Path) -> None:
+    for header, *rows in tables_of(page):
+        assert [row for row in rows if len(row) != len(header)] == []
+
+
+def test_defaults_of_keys_are_toml_and_the_keys_are_at_most_330() -> None:
+    rows = [
+        (header, row)
+        for name in ("configuration", "simulation_keys")
+        for header, _, *rows in tables_of(ROOT / "docs" / f"{name}.md")
+        for row in rows
+    ]
+    assert all(header == ["key", "default", "meaning"] for header, _ in rows)
+    for _, (_, default, meaning) in rows:
+        assert default in ("required", "unset") or default.startswith(("derived: ", "`"))
+        assert "None" not in meaning
+        if default.startswith("`"):
+            tomllib.loads(f"value = {default.strip('`').replace(chr(92) + '|', '|')}")
+    keys = [row[0] for _, row in rows if not row[0].startswith("[")]
+    assert 200 < len(keys) <= 330
+    assert len(rows) - len(keys) >= 80, "the keys that most users set come first"
 
 
 def test_the_glossary_has_at_most_60_words() -> None:

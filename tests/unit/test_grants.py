@@ -40,7 +40,7 @@ TEXTS = frozenset(
     {
         *("agent.loop.system", "agent.loop.first", "agent.loop.observation", "agent.loop.malformed"),
         *("agent.loop.stop", "agent.loop.context", "agent.loop.judge.service"),
-        *("agent.shell.working_directory", "agent.program.in_image", "agent.program.user", "agent.program.home"),
+        *("agent.shell.working_directory", "agent.program.in_image", "agent.program.user"),
         *("agent.program.working_directory", "agent.program.prompt", "agent.program.arguments"),
         *("agent.program.environment", "agent.program.model", "agent.mini_swe_agent.python"),
         *("agent.simulated.tools", "agent.simulated.slowdowns.name", "agent.simulated.slowdowns.tool"),

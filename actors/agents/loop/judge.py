@@ -38,6 +38,8 @@ You judge one step of an agent that works on a problem in a shell. Decide whethe
 a solution. An informative look counts as progress; repetition, errors that could have been avoided and irrelevant \
 commands do not. Judge only this step: you are not told how the work ended. Reason briefly, and end with \\boxed{+1} \
 if the step helps and \\boxed{-1} if it does not."""
+MAX_TOKENS: Final = 4096
+"""Maximum number of tokens of one vote."""
 GRACE_S: Final = 30.0
 """Longest wait for late votes after the agent's end; it ends with the agent's deadline."""
 _BOXED: Final = re.compile(r"\\boxed\{\s*(\+?1|-1)\s*\}")
@@ -62,8 +64,6 @@ class JudgeConfig(BaseModel):
     """Weight of the scores beside the outcome's reward."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of the votes."""
-    max_tokens: int = Field(default=4096, ge=1)
-    """Maximum number of tokens of one vote."""
 
     @model_validator(mode="after")
     def _has_one_voter(self) -> Self:
@@ -184,7 +184,7 @@ class Judge:
             else:
                 seed = vote_seed(f"{self.task}/{view.step.turn}", vote)
                 text = await self.services.model(config.service).complete(
-                    view.messages(), max_tokens=config.max_tokens, temperature=config.temperature, seed=seed
+                    view.messages(), max_tokens=MAX_TOKENS, temperature=config.temperature, seed=seed
                 )
             return vote_in(text)
         except Exception as error:  # noqa: BLE001 - a rule of another package may raise anything

@@ -39,6 +39,8 @@ FOLDERS: Final = "/opt/headrace/agents"
 INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
 """Guard against hangs; the agent's deadline is tracked separately."""
+HOME: Final = "/home/agent"
+"""Home directory of the agent; it is created and given to the user."""
 MAX_LOG_BYTES: Final = 65536
 """Number of bytes kept from the end of standard output."""
 _STDERR_BYTES: Final = 8192
@@ -68,8 +70,6 @@ class ProgramConfig(BaseModel):
     user: str = "1000"
     """User that runs the program: a user name that exists in the image, or a number. This user is made the owner of the
     working directory, which copies every image file in it; with `root`, nothing is copied."""
-    home: str = Field(default="/home/agent", pattern=r"^/[^\x00]+$")
-    """Home directory of the agent; it is created and given to the user."""
     working_directory: str = ""
     """Working directory; if empty, the task's repository, or `/workspace` if there is none."""
     prompt: str = INSTRUCTION
@@ -235,7 +235,7 @@ class CliAgent(ABC):
         folder = repository.workdir if repository is not None else _DEFAULT_FOLDER
         context = LaunchContext(
             folder=f"{FOLDERS}/{self.name}",
-            home=self._config.home,
+            home=HOME,
             url=f"http://127.0.0.1:{self._config.port}{prefix}",
             token=prefix.rsplit("/", 1)[-1],
             working_directory=self._config.working_directory or folder,

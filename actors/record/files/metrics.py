@@ -295,7 +295,8 @@ class StationMeans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StationsMetric(Metric):
-    """Utilisation of a run's stations over about ten seconds, written by the service (docs/stations.md)."""
+    """Utilisation of a run's stations over about ten seconds, written by the service (guide 'Stations: what limits a
+    run')."""
 
     kind = "stations"
 
@@ -348,7 +349,7 @@ METRICS: tuple[type[Metric], ...] = (
     ServicesMetric,
     StallMetric,
 )
-"""All metric records, in the order in which docs/metrics.md lists them."""
+"""All metric records, in the order in which the guide 'Metrics' lists them."""
 
 
 class MetricsWriter(Protocol):

@@ -45,7 +45,7 @@ _REMOVED: Final = {
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
     """Provider of the sandboxes: `local`, `remote`, `e2b`, `simulated`, or one from another package
-    (docs/extending.md)."""
+    (guide 'Extending headrace')."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a provider from another package."""
     local: LocalSandboxSection = LocalSandboxSection()

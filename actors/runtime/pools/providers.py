@@ -155,7 +155,8 @@ class _OfAnotherPackage:
         for member in _MEMBERS:
             if not hasattr(provider, member):
                 raise ConfigError(
-                    f"sandbox.provider: {name!r} did not return a provider: {member!r} is missing (docs/extending.md)"
+                    f"sandbox.provider: {name!r} did not return a provider: {member!r} is missing "
+                    "(guide 'Extending headrace')"
                 )
         return provider
 

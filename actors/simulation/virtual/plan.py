@@ -37,7 +37,7 @@ from headrace.sandboxes.simulated.provider import SimulationConfig
 
 LEASE_S: Final = 3600.0
 """Lease duration of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""
-PAGE: Final = "docs/simulate.md"
+PAGE: Final = "the guide 'Simulating a run'"
 DEFAULT_IMAGE: Final = "host"
 MOST_WARMUP_STEPS: Final = 30
 UNLIMITED_PER_S: Final = 1e6
