@@ -47,7 +47,7 @@ def simulate(
             metavar="SEED", help="Instead, simulate a small run under the fault storm that this seed generates.", min=0
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Json = None,
 ) -> None:
     """Run the dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the
     ledger shows a violated bound or a lost rollout."""
@@ -67,15 +67,13 @@ def simulate(
     if recipe is not None:
         say(*told(recipe, preset, plan))
     simulated = simulate_plan(plan, keep)
-    if json:
-        write_json(simulated.to_json(), Path("-"))
-    else:
+    if not write_json(simulated.to_json(), json):
         say(*simulated.lines())
     if not simulated.clean:
         raise typer.Exit(EXIT_DIRTY)
 
 
-def show_storm(seed: int, *, json: bool) -> None:
+def show_storm(seed: int, *, json: Path | None) -> None:
     """Simulate a small run under a fault storm; exit code 3 for problems."""
     from headrace.actors.simulation.virtual.faults import simulate_faults
 
@@ -83,9 +81,7 @@ def show_storm(seed: int, *, json: bool) -> None:
         # The actors log every injected fault, a full disk even with tracebacks.
         logging.disable()
     storm = simulate_faults(seed)
-    if json:
-        write_json(storm.to_json(), Path("-"))
-    else:
+    if not write_json(storm.to_json(), json):
         say(*storm.lines())
     if storm.problems:
         raise typer.Exit(EXIT_DIRTY)

@@ -55,8 +55,8 @@ class HelperEngineSection(Section):
     """Table [services.NAME.engine] of a recipe: the engine that a run starts for a helper model, on CPUs."""
 
     backend: Literal["cpu", "sglang"] = "cpu"
-    """Server of the model: `cpu`, the embedded engine for small models, or `sglang`. For a GPU, run `headrace model
-    serve` yourself and set `url`."""
+    """Server of the model: `cpu`, the embedded engine for small models, or `sglang`. For a GPU, run `headrace serve
+    model` yourself and set `url`."""
     dtype: str = "auto"
     """For sglang: data type of the weights."""
     python: Path | None = None

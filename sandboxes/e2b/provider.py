@@ -39,7 +39,7 @@ KEY: Final = "headrace_key"
 REQUEST_TIMEOUT_S: Final = 60.0
 """Timeout of one request to the service."""
 NO_SUDO: Final = {"headrace_sudo": "no"}
-"""Metadata for `headrace sandbox serve`: an agent that is not root cannot become root."""
+"""Metadata for `headrace serve sandbox`: an agent that is not root cannot become root."""
 _KEY_FORM: Final = re.compile(r"[a-z0-9-]{1,255}")
 
 

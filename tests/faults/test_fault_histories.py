@@ -289,7 +289,7 @@ def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
 def test_the_faults_command_prints_the_report() -> None:
     logging.disable(logging.CRITICAL)
     try:
-        result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json"])
+        result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json", "-"])
     finally:
         logging.disable(logging.NOTSET)
     assert result.exit_code == 0

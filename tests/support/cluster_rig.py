@@ -119,7 +119,7 @@ class Cluster:
         log = folder / f"sandboxes-{number}.log"
         log.write_bytes(b"")
         options = ("--host", self.hosts[number].address, "--port", str(SANDBOX_PORT), "--keys", str(folder / "keys"))
-        server = self.start("sandbox", "serve", *options, "--state", "/tmp/sandboxes", log=log, host=number)
+        server = self.start("serve", "sandbox", *options, "--state", "/tmp/sandboxes", log=log, host=number)
         wait_until(lambda: url in log.read_text(encoding="utf-8") or server.poll() is not None, "the sandbox server")
         assert server.poll() is None, log.read_text(encoding="utf-8")
         return url

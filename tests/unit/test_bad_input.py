@@ -281,7 +281,7 @@ def test_missing_sglang_is_refused_before_the_run_folder_is_created(
     assert "engines.sglang.python" in error
 
 
-@pytest.mark.parametrize("command", ["run", "eval", "doctor", "sandbox serve"])
+@pytest.mark.parametrize("command", ["run", "eval", "doctor", "serve sandbox"])
 @pytest.mark.parametrize(
     ("name", "says"),
     [("missing", "cannot be written: No such file"), ("x" * 90, "is too long"), ("theirs", "belongs to another user")],

@@ -13,10 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from generators.command import COMPARED, main, stale
 
+from headrace.actors.cli.app import app
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
@@ -226,3 +229,70 @@ def test_each_failure_of_the_page_has_a_test_with_its_number() -> None:
             if not texts or not re.search(rf"(?:\b|_){number}(?:\b|_)", texts[0], re.IGNORECASE):
                 wrong.append(f"{number}: {path}::{name}")
     assert not wrong
+
+
+def command_words() -> dict[str, Any]:
+    """Return all commands of `headrace` by their words; a group is there too, without a command."""
+    found: dict[str, Any] = {}
+
+    def add(words: str, command: Any) -> None:
+        found[words] = None if hasattr(command, "commands") else command
+        for name, part in getattr(command, "commands", {}).items():
+            add(f"{words} {name}".strip(), part)
+
+    add("", typer.main.get_command(app))
+    return found
+
+
+MENTION = re.compile(r"(?:`|^|\$ |bin/)headrace ((?:[a-z][\w-]*)(?: [^`\n;#|&]*)?)", re.MULTILINE)
+PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves"}
+"""Words after the name `headrace` in sentences."""
+
+
+def mentions() -> Iterator[tuple[str, str]]:
+    """Yield each command of `headrace` that a page, script or text of the product names, and where."""
+    places = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "scripts").rglob("*")]
+    places += [path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")]
+    for path in places:
+        if path.is_file() and path.suffix in {".md", ".py", ".toml", ".yaml", ""} and "__pycache__" not in path.parts:
+            text = path.read_text()
+            if path.suffix == ".py":
+                nodes = ast.walk(ast.parse(text))
+                text = "\n".join(
+                    " ".join(node.value.split())
+                    for node in nodes
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                )
+            for said in MENTION.findall(text):
+                if said.split()[0] not in PROSE:
+                    yield path.name, said.strip()
+
+
+def refused_mention(said: str, known: dict[str, Any]) -> str:
+    """Return what is wrong with a command; empty if there is one with such words and options."""
+    words = said.split()
+    depth = max(number for number in range(4) if " ".join(words[:number]) in known)
+    command, rest = known[" ".join(words[:depth])], words[depth:]
+    if command is None:
+        # A group alone names all its commands, and so does `...`.
+        return "" if not rest or rest[0].startswith(("...", "-", "[")) or "|" in rest[0] else "no such command"
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    given = {word.strip("[].,()'").partition("=")[0] for word in own if word.strip("[(").startswith("--")}
+    return ", ".join(sorted(given - options - {"--verbose", "--help", "--version"}))
+
+
+def test_each_command_that_a_text_names_exists_with_its_options() -> None:
+    known = command_words()
+    found = list(mentions())
+    assert len(found) > 300
+    assert [(place, said, wrong) for place, said in found if (wrong := refused_mention(said, known))] == []
+    assert refused_mention("engine absent RUN", known) and refused_mention("run x.toml --absent", known)
+
+
+def test_all_commands_that_write_json_name_its_file_alike() -> None:
+    """Scripts that read what a command or server writes need one option for all."""
+    for words, command in command_words().items():
+        names = {name: parameter for parameter in command.params for name in parameter.opts} if command else {}
+        assert not names.keys() & {"--announce", "--address-file"}, words
+        assert "--json" not in names or not names["--json"].is_flag, words

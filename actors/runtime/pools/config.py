@@ -23,7 +23,7 @@ class SandboxKind(StrEnum):
     E2B = "e2b"
     """E2B, or a server with its API."""
     REMOTE = "remote"
-    """Sandboxes on other hosts, through exec servers (`headrace sandbox serve`)."""
+    """Sandboxes on other hosts, through exec servers (`headrace serve sandbox`)."""
     SIMULATED = "simulated"
     """No real sandboxes: boots take time and fail as configured."""
 

@@ -1,4 +1,4 @@
-"""The program of `headrace sandbox serve`.
+"""The program of `headrace serve sandbox`.
 
 Invariants:
 - It prints one line with its URL once it is listening; SIGTERM and SIGINT shut it down. With a state folder, the
