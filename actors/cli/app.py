@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
+from headrace.actors.cli.cluster import node_app, stop
 from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cluster
 from headrace.actors.cli.data import data_app
-from headrace.actors.cli.image import image_app
-from headrace.actors.cli.ledger import drop_batch, retry_lost, tasks_app
+from headrace.actors.cli.image import ImageFolder, check_image, image_app
+from headrace.actors.cli.ledger import repair, unpark
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
@@ -33,23 +33,20 @@ from headrace.actors.cli.output import (
     Steadily,
     addressed,
     console,
-    engine_table,
     result_console,
     say,
     show,
     write_json,
 )
 from headrace.actors.cli.remote_runs import (
-    absent_lines,
     recover_run,
     show_change,
-    show_run,
-    show_runs,
     submit_run,
 )
-from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
+from headrace.actors.cli.run_engines import add_engine, remove_engine
 from headrace.actors.cli.serve import serve_app
 from headrace.actors.cli.simulation import check, simulate, tune
+from headrace.actors.cli.status import status
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.record.files.disk_space import lacks_space
@@ -67,7 +64,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 ledger_app = typer.Typer(no_args_is_help=True, help="Check, repair and export the ledger of a run.")
 engine_app = typer.Typer(no_args_is_help=True, help="Add engines to a live run, and remove them.")
 app.add_typer(ledger_app, name="ledger")
-app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
 app.add_typer(image_app, name="image")
@@ -334,68 +330,6 @@ def evaluate(
 
 @app.command()
 @on_cluster
-def status(
-    cluster: ClusterOptions,
-    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run directory; by default all runs.")] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Folder to search for runs.")] = Path("runs"),
-    json: Json = None,
-) -> None:
-    """Show the state of runs (without --address or --url, it reads run directories only)."""
-    from headrace.actors.engines.members_file import read_roster
-    from headrace.actors.errors import RunMissing
-    from headrace.actors.record.files.run_state import RunState
-    from headrace.actors.run.launch import reopen
-    from headrace.actors.run.run_status import status_of
-
-    if cluster:
-        if run_dir is None:
-            show_runs(cluster, json=json)
-        else:
-            show_run(cluster, str(run_dir), json=json)
-        return
-    paths = [run_dir] if run_dir is not None else [path.parent for path in sorted(runs_dir.glob("*/config.json"))]
-    found = []
-    for path in paths:
-        try:
-            found.append(reopen(path))
-        except RunMissing as error:
-            if run_dir is not None:
-                raise
-            say(str(error))
-    states = [status_of(config, directory) for config, directory in found]
-    if write_json(states if run_dir is None else states[0], json):
-        return
-    table = Table("run", "state", "version", "reward", "held-out", box=None)
-    for state in states:
-        held_out = "  ".join(f"{tag} {success:.0%}" for tag, success in state["held_out"].items())
-        reward = "-" if state["reward"] is None else f"{state['reward']:.2f}"
-        stands = f"{state['steps']} of {state['total_steps']}, {state['state']}"
-        table.add_row(state["run"], stands, state["version"] or "-", reward, held_out or "-")
-    show(table)
-    for state in states:
-        say(*(f"{state['run']}: {line}" for line in absent_lines(state)))
-        if state["held"]:
-            say(f"{state['run']} is holding back orders: {state['held']}")
-        if state["ledger_copy"] and state["ledger_copy"]["error"]:
-            copied = state["ledger_copy"]
-            newest = copied["version"] or "none"
-            say(
-                f"{state['run']}: the ledger was not copied to storage for checkpoint {copied['failed']} "
-                f"({copied['error']}); the newest copy is {newest}"
-            )
-        if state["parked"]:
-            say(f"{state['run']} has {state['parked']} parked tasks: headrace tasks parked {state['run']}")
-        if state["checkpoints_left_out"]:
-            names = ", ".join(state["checkpoints_left_out"])
-            say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have inspected them")
-    # Engines end with their run, so their last state is of no interest afterwards.
-    ended = states[0]["state"] in (RunState.FINISHED, RunState.DRAINED) if states else False
-    if run_dir is not None and not ended and (engines := read_roster(found[0][1].engines).engines):
-        show(engine_table(engines))
-
-
-@app.command()
-@on_cluster
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     cluster: ClusterOptions,
@@ -421,12 +355,22 @@ def report(
 
 
 @app.command()
-def doctor(json: Json = None) -> None:
-    """Show which sandbox guarantees this machine provides, and which are missing."""
+def doctor(
+    image: Annotated[
+        str,
+        typer.Option(help="Boot this named image, run commands as root and as a user, and measure; 3 if any failed."),
+    ] = "",
+    image_folder: ImageFolder = None,
+    json: Json = None,
+) -> None:
+    """Show which sandbox guarantees this machine provides, and which are missing; or check one of its images."""
     from headrace.actors.runtime.actors.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
     from headrace.sandboxes.errors import WITHOUT_NAMESPACES
 
+    if image:
+        check_image(image, image_folder, json)
+        return
     check_ray_folder()
     guarantees = probe()
     if write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json):
@@ -439,7 +383,7 @@ def doctor(json: Json = None) -> None:
         say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
-for command in (drain, stop, upgrade, events, logs, check, simulate, tune):
+for command in (status, stop, logs, check, simulate, tune):
     app.command()(command)
 
 
@@ -480,9 +424,8 @@ def export(
         console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
 
 
-ledger_app.command("drop-batch")(drop_batch)
-ledger_app.command("retry-lost")(retry_lost)
-engine_app.command("list")(list_engines)
+ledger_app.command()(repair)
+ledger_app.command()(unpark)
 engine_app.command("add")(add_engine)
 engine_app.command("remove")(remove_engine)
 

@@ -191,7 +191,7 @@ def test_an_untrainable_batch_ends_the_run_after_two_attempts(
         f"BatchUntrainable: batch b000003 was tried 2 times without success: {type(error).__name__}: {error}" in ended
     )
     assert "the longest row has" in ended
-    assert "headrace ledger drop-batch" in ended
+    assert "headrace ledger repair RUN --drop-batch b000003" in ended
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.db")) as ledger:
         assert ledger.execute("SELECT max(epoch) FROM epochs").fetchone() == (learners,)
         assert ledger.execute("SELECT tries FROM batches WHERE batch_id = 'b000003'").fetchone() == (2,)

@@ -140,14 +140,14 @@ def test_a_ledger_older_than_its_checkpoints_is_refused(cluster: Cluster) -> Non
     run = cluster.submit("simulated.toml", *QUICK, "training.steps=400", name="older-ledger")
     run.wait_for_step(5)
     words = (run.run_id, "--address", cluster.ray.address, "--owner", run.owner)
-    cluster.headrace("drain", *words)
+    cluster.headrace("stop", *words)
     assert run.wait_for_end()["state"] == "drained"
     state = run.directory.path
     older = state.with_name("older")
     shutil.copytree(state, older, symlinks=True)
     cluster.headrace("resume", *words)
     run.wait_for_step(run.steps() + 6)
-    cluster.headrace("drain", *words)
+    cluster.headrace("stop", *words)
     assert run.wait_for_end()["state"] == "drained"
     for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm", "archive.db"):
         (state / name).unlink(missing_ok=True)

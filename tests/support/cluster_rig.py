@@ -196,7 +196,7 @@ class ClusterRun:
 
     def wait_for_end(self, timeout_s: float = GUARD_S) -> dict[str, Any]:
         """Return the status of the ended run."""
-        words = ("events", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner)
+        words = ("status", self.run_id, "--events", "--address", self.cluster.ray.address, "--owner", self.owner)
         self.cluster.headrace(*words, timeout_s=timeout_s)
         return self.status()
 

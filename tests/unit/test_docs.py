@@ -245,8 +245,8 @@ def command_words() -> dict[str, Any]:
 
 
 MENTION = re.compile(r"(?:`|^|\$ |bin/)headrace ((?:[a-z][\w-]*)(?: [^`\n;#|&]*)?)", re.MULTILINE)
-PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves"}
-"""Words after the name `headrace` in sentences."""
+PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves", "tasks"}
+"""Words after the name `headrace` in sentences, and in a seed."""
 
 
 def mentions() -> Iterator[tuple[str, str]]:
