@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -21,8 +20,6 @@ node_app = typer.Typer(no_args_is_help=True, help="Let runs leave a node of a cl
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
 HERE: Final = "self"
 """Name of the node on which the command runs."""
-
-on_nodes = partial(on_cluster, leave_out=("owner",))
 
 
 @on_cluster
@@ -47,7 +44,7 @@ def stop(
 
 
 @node_app.command("drain")
-@on_nodes
+@on_cluster
 def drain_node(
     node: Annotated[str, typer.Argument(metavar="NODE", help="Address or Ray id of the node; `self` for this one.")],
     cluster: ClusterOptions,

@@ -269,7 +269,6 @@ def serve_sandboxes(
     sudo: Annotated[
         bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
     ] = True,
-    provider: Annotated[str, typer.Option(hidden=True)] = "local",
     image_folder: ImageFolder = None,
     max_sandboxes: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of sandboxes, alive or frozen.")
@@ -292,11 +291,8 @@ def serve_sandboxes(
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
     provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
     from headrace.actors.evaluation.graders.patch import apply_patch
-    from headrace.sandboxes.errors import SpecRefused
     from headrace.serve.sandbox_servers.exec.server import ServeOptions, serve
 
-    if provider != "local":
-        raise SpecRefused(f"--provider {provider} was removed; use local, the only provider, or leave it out")
     options = ServeOptions(
         host=host,
         port=port,

@@ -104,7 +104,7 @@ class RequestTimeout(WireError):
 
 class TooManyRequests(WireError):
     """The session has too many running requests, or the gateway holds too many bytes of its request bodies. Knob:
-    GatewayConfig.max_session_body_bytes."""
+    GatewayConfig.max_body_bytes."""
 
     status = 429
     code = "rate_limit_exceeded"

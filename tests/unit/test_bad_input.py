@@ -207,12 +207,12 @@ def test_an_invalid_environment_is_a_one_line_error_naming_the_key_or_task(
 
 
 @pytest.mark.parametrize("provider", ["oci", "subprocess"])
-def test_a_removed_sandbox_provider_is_refused_with_what_replaces_it(
+def test_an_unknown_sandbox_provider_is_refused_with_those_that_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, provider: str
 ) -> None:
-    says = f"sandbox.provider: {provider} was removed; use local"
+    says = f"sandbox.provider: there is no sandbox provider '{provider}'; available: local, remote, e2b, simulated"
     assert says in refused(monkeypatch, capsys, recipe, "--sandbox", provider)
-    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "{provider}"\n[sandbox.{provider}]\n')
+    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "{provider}"\n')
     assert says in refused(monkeypatch, capsys, recipe)
 
 

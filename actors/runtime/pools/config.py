@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from headrace.actors.runtime.recipe_section import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
@@ -35,13 +35,6 @@ class RemoteSection(Section):
     """File with the key shared by all servers, relative to the working directory."""
 
 
-_REMOVED: Final = {
-    "oci": "local, remote or e2b",
-    "subprocess": "local or, on a machine without namespaces, remote or e2b",
-}
-"""Providers of older versions, and what replaces them."""
-
-
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
     """Provider of the sandboxes: `local`, `remote`, `e2b`, `simulated`, or one from another package
@@ -58,10 +51,3 @@ class SandboxSection(Section):
     """Settings of the provider `simulated`."""
     pool: PoolSection = PoolSection()
     """Settings of the pool, including its limits on booting and live sandboxes."""
-
-    @field_validator("provider")
-    @classmethod
-    def _still_exists(cls, provider: SandboxKind | str) -> SandboxKind | str:
-        if provider in _REMOVED:
-            raise ValueError(f"{provider} was removed; use {_REMOVED[provider]}")
-        return provider

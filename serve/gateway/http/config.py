@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.serve.gateway.exports.export_form import ExportForm
@@ -114,23 +113,12 @@ class GatewayConfig(GatewaySection):
     send_timeout_s: float = Field(default=60.0, gt=0)
     """Time in which a client has to read an answer or a ping. After that, its connection is reset, and the answer
     counts as not delivered."""
-    max_session_body_bytes: int | None = Field(default=None, ge=1024)
-    """Number of bytes of request bodies that one session can have in the gateway at a time, until they are parsed; more
-    is refused with 429. None: twice the limit of one body, 32 MiB."""
     max_total_body_bytes: int = Field(default=512 * 2**20, ge=1024)
     """Number of bytes of request bodies that all sessions of a gateway can have in it at a time; more waits until there
     is room, the sessions with the fewest bytes first."""
 
-    @model_validator(mode="after")
-    def _one_body_fits(self) -> Self:
-        if self.session_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_session_body_bytes {self.max_session_body_bytes} is less than one body may have "
-                f"({self.max_body_bytes} bytes); allow more"
-            )
-        return self
-
     @property
     def session_body_bytes(self) -> int:
-        """Number of bytes of request bodies that one session can have in the gateway at a time."""
-        return 2 * self.max_body_bytes if self.max_session_body_bytes is None else self.max_session_body_bytes
+        """Number of bytes of request bodies that one session can have in the gateway at a time, until they
+        are parsed; more is refused with 429."""
+        return 2 * self.max_body_bytes
