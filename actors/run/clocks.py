@@ -73,8 +73,9 @@ def turn_timeout_s(config: Clocked) -> float:
 
 
 def gate_wait_s(config: Clocked) -> float:
-    """Return the time needed to notice a dead engine and start another, but no more than the turn timeout."""
-    return min(unhealthy_s(config) + config.engines.start_timeout_s, turn_timeout_s(config))
+    """Return the longest time that a turn waits for an available engine: that to notice a dead engine and start
+    another, but no more than the turn timeout."""
+    return min(unhealthy_s(config) + config.engines.start_timeout_s, config.gateway.turn_timeout_s)
 
 
 def unhealthy_s(config: Clocked) -> float:
@@ -99,7 +100,7 @@ def stall_s(config: Clocked) -> float:
 def longest_phase(config: Clocked) -> tuple[str, float]:
     """Return the key and the duration in seconds of the longest phase in which a healthy rollout may show no
     progress."""
-    rollout, gateway = config.rollout, config.gateway
+    rollout = config.rollout
     phases = {
         "rollout.agent_timeout_s": rollout.agent_timeout_s,
         "rollout.evaluate_timeout_s": rollout.evaluate_timeout_s,
@@ -107,7 +108,7 @@ def longest_phase(config: Clocked) -> tuple[str, float]:
         "rollout.prepare_timeout_s": rollout.prepare_timeout_s,
     }
     if not config.engines.is_simulated:
-        phases |= {"gateway.turn_timeout_s": gateway.turn_timeout_s, "gateway.gate_wait_s": gateway.gate_wait_s}
+        phases["gateway.turn_timeout_s"] = config.gateway.turn_timeout_s
     return max(phases.items(), key=lambda phase: phase[1])
 
 
@@ -143,10 +144,6 @@ def push_s(push: PushConfig, model_bytes: int) -> float:
 DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "rollout.lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
     "gateway.turn_timeout_s": (turn_timeout_s, "rollout.agent_timeout_s / 3"),
-    "gateway.gate_wait_s": (
-        gate_wait_s,
-        "the time to notice a dead engine and start another, at most rollout.agent_timeout_s / 3",
-    ),
     "training.stage_timeout_s": (stage_timeout_s, "the longest phase of a rollout, at least 1800"),
     "service.stall_s": (stall_s, "twice the longest phase of a rollout, at least 1.5 x cluster.absent_s"),
 }
@@ -195,12 +192,6 @@ class _Order:
 
 
 ORDERS: Final = (
-    _Order(
-        lower="gateway.gate_wait_s",
-        upper="rollout.agent_timeout_s",
-        because="the agent would time out before a failing engine is noticed",
-        matters=_has_engines,
-    ),
     _Order(
         lower="gateway.turn_timeout_s",
         upper="rollout.agent_timeout_s",

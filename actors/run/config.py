@@ -545,6 +545,7 @@ MOVED: Final[Mapping[str, str]] = {
     "rollout.guard_s": "it is no longer a key: it is the sum of the rollout's other timeouts; remove it",
     "push.read_timeout_s": _OF_WEIGHTS,
     "push.load_timeout_s": _OF_WEIGHTS,
+    "gateway.gate_wait_s": "it is no longer a key: it follows from engines.start_timeout_s; remove it",
     "push.gate_lease_s": "it is no longer a key: it follows from service.hang_s; remove it",
     **dict.fromkeys(
         (

@@ -38,7 +38,7 @@ from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.stations import SessionTerms, SourceParts, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.run.clocks import push_config, weights_bytes
+from headrace.actors.run.clocks import gate_wait_s, push_config, weights_bytes
 from headrace.actors.run.config import RunConfig, slime_terms
 from headrace.actors.run.placement import LEARNER_BUNDLE, Unit
 from headrace.actors.run.supervision import SupervisedActors, or_none
@@ -226,6 +226,7 @@ class RunActors(GuardedActors):
                 engine_keys=EngineKeyFiles(own=directory.engine_key, attached=config.engines.key_file),
                 in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
                 token_kinds=config.learner.needs_kinds,
+                gate_wait_s=gate_wait_s(config),
                 **config.gateway.model_dump(),
             ),
             address_file=directory.path / f"gateway{suffix}.json",

@@ -17,6 +17,7 @@ from typing import Any, Final
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.run.clocks import gate_wait_s
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.summary import summarize
@@ -150,7 +151,7 @@ def read_long_agents(directory: RunDirectory, config: RunConfig, *, completed: b
             for table, keys in scaled_clocks(config).items()
             for key in keys
         }
-        | {"rollout.guard_s": config.rollout.guard_s, "gateway.gate_wait_s": config.gateway.gate_wait_s},
+        | {"rollout.guard_s": config.rollout.guard_s, "gateway.gate_wait_s": gate_wait_s(config)},
         ended_by=ended_by,
         problems=summary.problems,
     )

@@ -33,6 +33,7 @@ from benches.long_agents import (
 )
 from headrace.actors.errors import ActorLost, RunStalled
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.run.clocks import gate_wait_s
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
 from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.run.service import Service
@@ -141,7 +142,7 @@ def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: flo
         "buffer": {"batch_size": 32, "group_size": 4, "max_staleness": 2},
         "engines": {
             "backend": "simulated",
-            "simulated": {"push_s": 0.5, "gate_wait_s": max(LEAST_S, recipe.gateway.gate_wait_s / WORKLOAD)},
+            "simulated": {"push_s": 0.5, "gate_wait_s": max(LEAST_S, gate_wait_s(recipe) / WORKLOAD)},
         },
         "learner": {"kind": "simulated", "simulated": {"step_s": STEP_MINUTES * minute_s}},
         "training": {**clocks["training"], "steps": steps, "save_every": 3},

@@ -145,7 +145,7 @@ class InfraError(WireError):
 
 
 class NoEngineOpen(InfraError):
-    """No engine was available in time. Knobs: gateway.gate_wait_s, and the length of a push's gate lease."""
+    """No engine was available in time. Knobs: GatewayConfig.gate_wait_s, and the length of a push's gate lease."""
 
     status = 503
     code = "no_engine_open"

@@ -26,7 +26,7 @@ def test_the_timeouts_of_an_agent_recipe_allow_half_hour_agents(recipe: str) -> 
     rollout = config.rollout
     assert rollout.agent_timeout_s == 1800
     assert config.gateway.turn_timeout_s == 600
-    assert config.gateway.gate_wait_s == 156, "three missed health checks, then the start of another engine"
+    assert clocks.gate_wait_s(config) == 156, "three missed health checks, then the start of another engine"
     assert rollout.guard_s == 60 + 30 + 5 + 3 * 30 + 1800 + 1800
     assert config.training.stage_timeout_s == 1800
     assert config.service.stall_s == 3600
@@ -46,7 +46,7 @@ def test_a_long_wait_for_absent_actors_is_not_a_stall() -> None:
 
 def test_the_quickstart_notices_a_stall_within_minutes() -> None:
     config = config_of("quickstart")
-    assert (config.service.stall_s, config.gateway.turn_timeout_s, config.gateway.gate_wait_s) == (180, 20, 20)
+    assert (config.service.stall_s, config.gateway.turn_timeout_s, clocks.gate_wait_s(config)) == (180, 20, 20)
 
 
 def test_a_resolved_configuration_keeps_its_timeouts() -> None:
@@ -63,7 +63,6 @@ def test_a_configured_timeout_is_not_derived() -> None:
     ("overrides", "names"),
     [
         (["gateway.turn_timeout_s=1800"], ("gateway.turn_timeout_s", "rollout.agent_timeout_s")),
-        (["gateway.gate_wait_s=2000"], ("gateway.gate_wait_s", "rollout.agent_timeout_s")),
         (["rollout.agent_timeout_s=15"], ("rollout.agent_timeout_s", "one bucket of a push")),
         (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
         (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),

@@ -37,9 +37,6 @@ class GatewaySection(BaseModel):
     """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]; the first pattern that matches a request's model name
     decides. The uses are `train` (also for names that match no pattern), `serve` (sampled, masked as `side`) and
     `refuse`."""
-    gate_wait_s: float = Field(default=60.0, gt=0)
-    """Longest time that a turn waits for an available engine; after that, the agent gets an infra error. Time during
-    which a push holds an engine does not count."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of one engine call; after that, the call is aborted and retried on another engine. Time during which a
     push holds the engine does not count."""
@@ -93,6 +90,9 @@ class GatewayConfig(GatewaySection):
     """A session leaves its usual engine when that engine has more than this many more requests in flight than the least
     busy one."""
 
+    gate_wait_s: float = Field(default=60.0, gt=0)
+    """Longest time that a turn waits for an available engine; after that, the agent gets an infra error. Time during
+    which a push holds an engine does not count."""
     ping_s: float = Field(default=10.0, gt=0)
     """Interval between pings on a stream that is waiting for its turn; some agents give up after 15 s without one."""
     render_processes: int = Field(default=2, ge=1, le=64)
