@@ -1,4 +1,4 @@
-"""A repair task from boot to reward, run with the unmodified e2b SDK against `headrace sandbox serve`."""
+"""A repair task from boot to reward, run with the unmodified e2b SDK against `headrace serve sandbox`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def say(step: str) -> None:
 def server() -> Iterator[str]:
     """Start a server and yield its base URL; stop the server afterwards."""
     program = str(Path(sys.executable).with_name("headrace"))
-    with subprocess.Popen([program, "sandbox", "serve", "--json", "-"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([program, "serve", "sandbox", "--json", "-"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield json.loads(process.stdout.readline() or "{}")["url"]

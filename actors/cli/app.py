@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from contextlib import contextmanager
@@ -12,54 +11,48 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.cluster import drain, events, node_app, stop, upgrade
+from headrace.actors.cli.cluster import node_app, stop
 from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cluster
 from headrace.actors.cli.data import data_app
-from headrace.actors.cli.engine import model_app, serve
-from headrace.actors.cli.image import ImageFolder, image_app
+from headrace.actors.cli.image import ImageFolder, check_image, image_app
 from headrace.actors.cli.init import init
-from headrace.actors.cli.ledger import drop_batch, retry_lost, tasks_app
+from headrace.actors.cli.ledger import repair, unpark
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
     EXIT_DRAINED,
     EXIT_FAILED,
-    AddressFile,
     Host,
-    IdleSeconds,
     Json,
     KeyFile,
     Port,
     Quiet,
     Steadily,
+    addressed,
     console,
-    engine_table,
     result_console,
     say,
     show,
     write_json,
 )
 from headrace.actors.cli.remote_runs import (
-    absent_lines,
     recover_run,
     show_change,
-    show_run,
-    show_runs,
     submit_run,
 )
-from headrace.actors.cli.run_engines import add_engine, list_engines, remove_engine
+from headrace.actors.cli.run_engines import add_engine, remove_engine
+from headrace.actors.cli.serve import serve_app
 from headrace.actors.cli.simulation import check, simulate, tune
+from headrace.actors.cli.status import status
 from headrace.actors.cli.trace import trace_app
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.record.files.disk_space import lacks_space
 from headrace.actors.run import exit_codes
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
-from headrace.serve.gateway.exports.export_form import ExportForm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,17 +63,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=exit_codes.HELP)
 ledger_app = typer.Typer(no_args_is_help=True, help="Check, repair and export the ledger of a run.")
-engine_app = typer.Typer(no_args_is_help=True, help="Serve inference engines, and manage the engines of a run.")
-sandbox_app = typer.Typer(no_args_is_help=True, help="Serve sandboxes to other programs.")
-retriever_app = typer.Typer(no_args_is_help=True, help="Serve retrievers to environments with a search action.")
+engine_app = typer.Typer(no_args_is_help=True, help="Add engines to a live run, and remove them.")
 app.add_typer(ledger_app, name="ledger")
-app.add_typer(tasks_app, name="tasks")
 app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
-app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(image_app, name="image")
-app.add_typer(retriever_app, name="retriever")
-app.add_typer(model_app, name="model")
+app.add_typer(serve_app, name="serve")
 app.add_typer(node_app, name="node")
 app.add_typer(trace_app, name="trace")
 
@@ -156,7 +144,7 @@ def run(
     ] = False,
     quotas: Annotated[
         Path | None,
-        typer.Option(help="File of quotas and grants, set by the first run on a cluster (docs/control_api.md)."),
+        typer.Option(help="Quotas and grants, set by a cluster's first run (guide 'Control API of a cluster')."),
     ] = None,
 ) -> None:
     """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory. With
@@ -320,7 +308,7 @@ def evaluate(
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Evaluate a policy on held-out tasks without training, and store a record of every answer (docs/evaluation.md)."""
+    """Evaluate a policy on held-out tasks without training, and store a record of every answer (guide 'Evaluation')."""
     from headrace.actors.cli.held_out.command import EvalRequest, drive_evaluation, prepare_evaluation
     from headrace.actors.rollouts.summary import summary_document, summary_lines
 
@@ -342,68 +330,6 @@ def evaluate(
     say(f"see {evaluation.out}")
     if summary.success is None:
         raise typer.Exit(EXIT_FAILED)
-
-
-@app.command()
-@on_cluster
-def status(
-    cluster: ClusterOptions,
-    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run directory; by default all runs.")] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Folder to search for runs.")] = Path("runs"),
-    json: Json = None,
-) -> None:
-    """Show the state of runs (without --address or --url, it reads run directories only)."""
-    from headrace.actors.engines.members_file import read_roster
-    from headrace.actors.errors import RunMissing
-    from headrace.actors.record.files.run_state import RunState
-    from headrace.actors.run.launch import reopen
-    from headrace.actors.run.run_status import status_of
-
-    if cluster:
-        if run_dir is None:
-            show_runs(cluster, json=json)
-        else:
-            show_run(cluster, str(run_dir), json=json)
-        return
-    paths = [run_dir] if run_dir is not None else [path.parent for path in sorted(runs_dir.glob("*/config.json"))]
-    found = []
-    for path in paths:
-        try:
-            found.append(reopen(path))
-        except RunMissing as error:
-            if run_dir is not None:
-                raise
-            say(str(error))
-    states = [status_of(config, directory) for config, directory in found]
-    if write_json(states if run_dir is None else states[0], json):
-        return
-    table = Table("run", "state", "version", "reward", "held-out", box=None)
-    for state in states:
-        held_out = "  ".join(f"{tag} {success:.0%}" for tag, success in state["held_out"].items())
-        reward = "-" if state["reward"] is None else f"{state['reward']:.2f}"
-        stands = f"{state['steps']} of {state['total_steps']}, {state['state']}"
-        table.add_row(state["run"], stands, state["version"] or "-", reward, held_out or "-")
-    show(table)
-    for state in states:
-        say(*(f"{state['run']}: {line}" for line in absent_lines(state)))
-        if state["held"]:
-            say(f"{state['run']} is holding back orders: {state['held']}")
-        if state["ledger_copy"] and state["ledger_copy"]["error"]:
-            copied = state["ledger_copy"]
-            newest = copied["version"] or "none"
-            say(
-                f"{state['run']}: the ledger was not copied to storage for checkpoint {copied['failed']} "
-                f"({copied['error']}); the newest copy is {newest}"
-            )
-        if state["parked"]:
-            say(f"{state['run']} has {state['parked']} parked tasks: headrace tasks parked {state['run']}")
-        if state["checkpoints_left_out"]:
-            names = ", ".join(state["checkpoints_left_out"])
-            say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have inspected them")
-    # Engines end with their run, so their last state is of no interest afterwards.
-    ended = states[0]["state"] in (RunState.FINISHED, RunState.DRAINED) if states else False
-    if run_dir is not None and not ended and (engines := read_roster(found[0][1].engines).engines):
-        show(engine_table(engines))
 
 
 @app.command()
@@ -433,15 +359,25 @@ def report(
 
 
 @app.command()
-def doctor(json: Json = None) -> None:
+def doctor(
+    image: Annotated[
+        str,
+        typer.Option(help="Boot this named image, run commands as root and as a user, and measure; 3 if any failed."),
+    ] = "",
+    image_folder: ImageFolder = None,
+    json: Json = None,
+) -> None:
     """Show what this machine can run (sizes of models, sandboxes, providers), and which guarantees sandboxes have on
-    it."""
+    it; or check one of its images."""
     from headrace.actors.derivation.capacity import capacity
     from headrace.actors.derivation.host import this_host
     from headrace.actors.runtime.actors.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
     from headrace.sandboxes.errors import WITHOUT_NAMESPACES
 
+    if image:
+        check_image(image, image_folder, json)
+        return
     check_ray_folder()
     guarantees = probe()
     missing = any(guarantee.required and not guarantee.present for guarantee in guarantees)
@@ -461,7 +397,7 @@ def doctor(json: Json = None) -> None:
         say(f"local sandboxes do not start on this machine: {WITHOUT_NAMESPACES}")
 
 
-for command in (init, drain, stop, upgrade, events, logs, check, simulate, tune):
+for command in (init, status, stop, logs, check, simulate, tune):
     app.command()(command)
 
 
@@ -502,35 +438,10 @@ def export(
         console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
 
 
-ledger_app.command("drop-batch")(drop_batch)
-ledger_app.command("retry-lost")(retry_lost)
-engine_app.command()(serve)
-engine_app.command("list")(list_engines)
+ledger_app.command()(repair)
+ledger_app.command()(unpark)
 engine_app.command("add")(add_engine)
 engine_app.command("remove")(remove_engine)
-
-
-@retriever_app.command("serve")
-def serve_corpus(
-    corpus: Annotated[Path, typer.Option(help='JSONL file of passages: {"id", "contents"}.')],
-    host: Host = "127.0.0.1",
-    port: Port = 0,
-    address_file: AddressFile = None,
-    idle_s: IdleSeconds = 1800.0,
-    key_file: KeyFile = None,
-    parent_pid: Annotated[
-        int | None, typer.Option(help="Parent process; if it dies before the corpus is indexed, so does the retriever.")
-    ] = None,
-) -> None:
-    """Serve a corpus by BM25: POST /retrieve {queries, topk, return_scores}, as retrievers of Search-R1. Prints the
-    URL once the corpus is indexed; stops on SIGTERM or SIGINT."""
-    from headrace.actors.services.local_server import ListenOptions
-    from headrace.actors.services.retriever_server import serve_retriever
-
-    options = ListenOptions(
-        host=host, port=port, address_file=address_file, idle_s=idle_s, key_file=key_file, parent_pid=parent_pid
-    )
-    serve_retriever(corpus, options, typer.echo)
 
 
 @app.command()
@@ -539,7 +450,7 @@ def observe(
     host: Host = "127.0.0.1",
     port: Port = 0,
     key_file: KeyFile = None,
-    address_file: AddressFile = None,
+    json: Json = None,
 ) -> None:
     """Serve the page of a run: what it does, which rollouts were slow and why, each rollout with its text. It reads the
     run directory only, so the run may be going on, over, killed, or a copy. Prints the URL with the token that the page
@@ -549,159 +460,12 @@ def observe(
     from headrace.actors.telemetry.page.server import ObserveOptions
     from headrace.actors.telemetry.page.server import observe as serve_page
 
+    address_file, announce = addressed(json)
     options = ObserveOptions(host=host, port=port, key_file=key_file, address_file=address_file)
-    asyncio.run(serve_page(run_dir, options, typer.echo))
+    asyncio.run(serve_page(run_dir, options, announce))
 
 
-@app.command("gateway")
-def serve_gateway(
-    engine: Annotated[str, typer.Option(help="Base URLs of SGLang servers, separated by commas.")],
-    tokenizer: Annotated[Path, typer.Option(help="Directory with the tokenizer.json and chat template of the policy.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    admin_token_file: Annotated[Path, typer.Option(help="File with the admin token; created if missing.")] = Path(
-        "gateway-admin-token"
-    ),
-    engine_key_file: Annotated[
-        Path | None, typer.Option(help="Private file with the key of the engines; by default they have none.")
-    ] = None,
-    advertise_url: Annotated[str | None, typer.Option(help="Base URL given to agents on other hosts.")] = None,
-    state: Annotated[
-        Path | None, typer.Option(help="Folder for session logs; by default sessions are kept in memory.")
-    ] = None,
-    parser: Annotated[
-        str, typer.Option(help="Tool call parser: auto, hermes, qwen3_coder, none, sglang:NAME.")
-    ] = "auto",
-    max_context_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Context limit of a session; by default that of the engines.")
-    ] = None,
-    export: Annotated[
-        Path | None, typer.Option(help="Folder to write each finished session to; by default none is written.")
-    ] = None,
-    export_form: Annotated[
-        ExportForm, typer.Option(help="Form of the files in the --export folder.")
-    ] = ExportForm.ROWS,
-    processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes, at most one for each core; each has a port of its own.")
-    ] = 1,
-    json: Json = None,
-) -> None:
-    """Serve a token-exact proxy in front of engines. Agents use Anthropic Messages, OpenAI Chat Completions or
-    Responses; you get every sampled token: POST /sessions opens a session, POST /sessions/ID/finish returns it."""
-    from headrace.serve.gateway.http.standalone import StandaloneOptions
-    from headrace.serve.gateway.processes.program import serve_gateway
-
-    options = StandaloneOptions(
-        engine_urls=tuple(url.strip().rstrip("/") for url in engine.split(",") if url.strip()),
-        tokenizer_dir=tokenizer,
-        admin_token_file=admin_token_file,
-        host=host,
-        port=port,
-        advertise_url=advertise_url,
-        state=state,
-        parser=parser,
-        max_context_tokens=max_context_tokens,
-        engine_key_file=engine_key_file,
-        export=export,
-        export_form=export_form,
-        processes=processes,
-    )
-    serve_gateway(options, lambda url: _announce(url, json))
-
-
-ImageMapFile = Annotated[
-    Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
-]
-KeysFile = Annotated[
-    Path | None,
-    typer.Option(help="File of API keys, one `name:key[:max_sandboxes]` per line, or more (docs)."),
-]
-StateFolder = Annotated[
-    Path | None, typer.Option(help="Folder for the sandbox table; by default it is kept in memory.")
-]
-HostUrls = Annotated[
-    list[str] | None,
-    typer.Option(help="URL of an exec server whose sandboxes are served instead of local ones; may be repeated."),
-]
-HostKey = Annotated[Path | None, typer.Option(help="File with the key of the exec servers given by --host-url.")]
-PortDomain = Annotated[
-    str, typer.Option(help="Domain of the host names of ports; by default localhost with the port of this server.")
-]
-
-
-@sandbox_app.command("serve")
-def serve_sandboxes(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to bind; any address other than loopback requires --keys.")
-    ] = "127.0.0.1",
-    image_map: ImageMapFile = None,
-    metadata_image_key: Annotated[str, typer.Option(help="Metadata key of create requests that names the image.")] = "",
-    keys: KeysFile = None,
-    state: StateFolder = None,
-    keep_sandboxes: Annotated[
-        bool,
-        typer.Option("--keep-sandboxes", help="Keep sandboxes at shutdown for the next server with the same --state."),
-    ] = False,
-    domain: PortDomain = "",
-    sudo: Annotated[
-        bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
-    ] = True,
-    provider: Annotated[str, typer.Option(hidden=True)] = "local",
-    image_folder: ImageFolder = None,
-    max_sandboxes: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of sandboxes, alive or frozen.")
-    ] = None,
-    memory: Annotated[str, typer.Option(help="Memory of a sandbox, such as 2G.")] = "",
-    disk: Annotated[str, typer.Option(help="Size of a sandbox's file layer, such as 1G.")] = "",
-    processes: Annotated[int | None, typer.Option(min=8, help="Maximum number of processes of a user in it.")] = None,
-    files: Annotated[int | None, typer.Option(min=64, help="Maximum number of open files of a process in it.")] = None,
-    api: Annotated[
-        str, typer.Option(help="APIs to serve, separated by commas: e2b, exec, dropin.")
-    ] = "e2b,exec,dropin",
-    lease_s: Annotated[float, typer.Option(help="Seconds after which an unused drop-in container is removed.")] = 900,
-    host_url: HostUrls = None,
-    host_key: HostKey = None,
-    build_network: Annotated[
-        str, typer.Option(help="Network of the RUN steps of template builds: none, or host for the host's own.")
-    ] = "none",
-    json: Json = None,
-) -> None:
-    """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
-    provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
-    from headrace.actors.evaluation.graders.patch import apply_patch
-    from headrace.sandboxes.errors import SpecRefused
-    from headrace.serve.sandbox_servers.exec.server import ServeOptions, serve
-
-    if provider != "local":
-        raise SpecRefused(f"--provider {provider} was removed; use local, the only provider, or leave it out")
-    options = ServeOptions(
-        host=host,
-        port=port,
-        max_sandboxes=max_sandboxes,
-        memory=memory,
-        disk=disk,
-        processes=processes,
-        files=files,
-        image_folder=image_folder,
-        image_map=image_map,
-        metadata_image_key=metadata_image_key,
-        keys=keys,
-        state=state,
-        keep_sandboxes=keep_sandboxes,
-        domain=domain,
-        sudo=sudo,
-        apis=api,
-        lease_s=lease_s,
-        host_urls=tuple(host_url or ()),
-        host_key=host_key,
-        apply_patch=apply_patch,
-        build_network=build_network,
-    )
-    serve(options, lambda url: _announce(url, json))
-
-
-_EXTRAS = {"gateway": "gateway", "sandbox": "sandbox", "image": "sandbox"}
+_EXTRAS = {"serve gateway": "gateway", "serve sandbox": "sandbox", "image": "sandbox"}
 """Extras of this package that a command needs; others need `run`."""
 _LEARNER = frozenset(("torch", "megatron", "einops", "matplotlib"))
 _SERVICES = ("ray", "fastapi", "safetensors", "bm25s", "starlette", "tokenizers", "jinja2", "e2b_dockerfile_utils")
@@ -729,8 +493,9 @@ def main() -> None:
         module = (error.name or "").partition(".")[0]
         if module not in _OPTIONAL:
             raise
-        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        extra = _EXTRAS.get(command, "run,cpu" if module in _LEARNER else "run")
+        words = [word for word in sys.argv[1:] if not word.startswith("-")]
+        extra = _EXTRAS.get(" ".join(words[: 2 if words[:1] == ["serve"] else 1]))
+        extra = extra or ("run,cpu" if module in _LEARNER else "run")
         say(f"headrace: this command needs the module {module}: pip install 'headrace[{extra}]'")
         sys.exit(EXIT_BAD_INPUT)
     except RunEnded as end:
@@ -746,15 +511,6 @@ def _say_error(error: Exception, *, verbose: bool) -> None:
     if verbose:
         traceback.print_exception(error)
     console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-
-
-def _announce(url: str, json: Path | None) -> None:
-    """Print or write the URL at which a server listens."""
-    started = {"url": url, "pid": os.getpid()}
-    if json is None or str(json) == "-":
-        typer.echo(url if json is None else orjson.dumps(started).decode())
-    else:
-        write_json(started, json)
 
 
 def _report(summary: RunSummary, json: Path | None, **more: object) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import getpass
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -39,7 +39,8 @@ class ClusterOptions:
     address: Annotated[
         str | None,
         typer.Option(
-            "--address", help="Ray cluster, HOST:PORT of its head, or `auto` on one of its nodes (docs/cluster.md)."
+            "--address",
+            help="Ray cluster: HOST:PORT of its head, or `auto` on a node (guide 'Runs on a cluster').",
         ),
     ] = None
     owner: Annotated[
@@ -48,7 +49,7 @@ class ClusterOptions:
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", envvar="HEADRACE_URL", help="Control API of a cluster, http://host:port (docs/control_api.md)."
+            "--url", envvar="HEADRACE_URL", help="Control API, http://host:port (guide 'Control API of a cluster')."
         ),
     ] = None
     key_file: Annotated[
@@ -178,11 +179,11 @@ def access_for(
     return FirstAccess(address=section.address, owner=cluster.owner, section=section, quotas=quotas)
 
 
-def on_cluster(command: Callable[..., None], *, leave_out: Collection[str] = ()) -> Callable[..., None]:
-    """Give a command the options of `ClusterOptions`, save those to leave out, in place of its parameter `cluster`."""
+def on_cluster(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `ClusterOptions` in place of its parameter `cluster`."""
     hints = get_type_hints(ClusterOptions, include_extras=True)
     # A command may have a parameter of the same name, such as the URL of an engine.
-    options = {f"cluster_{field.name}": field for field in fields(ClusterOptions) if field.name not in leave_out}
+    options = {f"cluster_{field.name}": field for field in fields(ClusterOptions)}
     own = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "cluster"]
     parameters += [

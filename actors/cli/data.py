@@ -46,7 +46,7 @@ def convert(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is refused.")] = False,
     json: Json = None,
 ) -> None:
-    """Convert the rows of a data set to tasks (docs/tasks.md), and list the rows that cannot be graded, with the
+    """Convert the rows of a data set to tasks (guide 'Task files'), and list the rows that cannot be graded, with the
     reasons."""
     from headrace.actors.errors import ConfigError
     from headrace.buffer.primitives.registry import PartRefused

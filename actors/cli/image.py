@@ -24,6 +24,8 @@ ImageFolder = Annotated[
     Path | None, typer.Option("--image-folder", help="Folder of the image store; by default in the user's cache.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the image; `image:NAME` is its reference.")]
+INTERPRETER = "interpreter:"
+"""Beginning of a source that builds E2B's code interpreter on the image that follows."""
 _BOOTS = 5
 _EXEC_TIMEOUT_S = 60.0
 _PROGRAMS = ("bash", "git", "python3", "tmux", "curl")
@@ -44,16 +46,19 @@ def add(
         typer.Argument(
             metavar="SRC",
             help="A `docker save` archive, an OCI layout or archive, a folder or tar with a root file system, "
-            "debootstrap:SUITE, or docker://REFERENCE (needs skopeo).",
+            "debootstrap:SUITE, docker://REFERENCE (needs skopeo), or interpreter:BASE: E2B's code interpreter on an "
+            "image with Python, such as interpreter:host.",
         ),
     ],
-    packages: Annotated[str, typer.Option(help="Packages of a debootstrap suite, separated by commas.")] = "",
+    packages: Annotated[str, typer.Option(help="Packages of a suite or an interpreter, separated by commas.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace an image of that name.")] = False,
     image_folder: ImageFolder = None,
     json: Json = None,
 ) -> None:
-    """Unpack an image into the store and give it a name. Progress is printed; the source is not needed any more."""
+    """Unpack or build an image and give it a name. Progress is printed; the source is not needed any more."""
     from headrace.sandboxes.images.adding import add_image
+    from headrace.sandboxes.images.interpreter import DEFAULT_PACKAGES, add_interpreter
+    from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
     store = _store(image_folder)
 
@@ -64,8 +69,11 @@ def add(
     store.on_progress = shown
 
     async def run() -> Any:
+        chosen = [package for package in packages.split(",") if package]
+        if (base := source.removeprefix(INTERPRETER)) != source:
+            async with LocalProvider(LocalSandboxConfig(image_folder=image_folder)) as provider:
+                return await add_interpreter(provider, name, base, chosen or DEFAULT_PACKAGES)
         try:
-            chosen = [package for package in packages.split(",") if package]
             return await add_image(store, name, source, packages=chosen, replaces=replace)
         finally:
             await store.aclose()
@@ -93,7 +101,7 @@ def list_images(image_folder: ImageFolder = None, json: Json = None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCheck:
-    """What `headrace image check` found."""
+    """What `headrace doctor --image` found."""
 
     name: str
     boots: int
@@ -110,8 +118,7 @@ class ImageCheck:
         return self.root and self.user
 
 
-@image_app.command("check")
-def check_image(name: Name, image_folder: ImageFolder = None, json: Json = None) -> None:
+def check_image(name: str, image_folder: Path | None, json: Path | None) -> None:
     """Boot sandboxes of an image, run commands as root and as a user, and measure; exit code 3 if any failed."""
     found = asyncio.run(_check(name, image_folder))
     if not write_json({**asdict(found), "usable": found.usable}, json):
@@ -160,30 +167,6 @@ async def _check(name: str, image_folder: Path | None) -> ImageCheck:
         user=user == "1000",
         programs=there,
     )
-
-
-@image_app.command("interpreter")
-def interpreter(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the image.")] = "code-interpreter-v1",
-    base: Annotated[str, typer.Option(help="Image with Python to build on.")] = "host",
-    packages: Annotated[
-        str, typer.Option(help="Packages to install instead of ipykernel, matplotlib and pandas, separated by commas.")
-    ] = "",
-    image_folder: ImageFolder = None,
-    json: Json = None,
-) -> None:
-    """Build the image of E2B's code interpreter: ipykernel, and a server for its SDKs that starts with each sandbox."""
-    from headrace.sandboxes.images.interpreter import DEFAULT_PACKAGES, add_interpreter
-    from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-
-    async def run() -> Any:
-        async with LocalProvider(LocalSandboxConfig(image_folder=image_folder)) as provider:
-            chosen = [package for package in packages.split(",") if package] or DEFAULT_PACKAGES
-            return await add_interpreter(provider, name, base, chosen)
-
-    image = asyncio.run(run())
-    if not write_json(image, json):
-        say(f"{image.name}: {len(image.layers)} layers, {image.size_bytes / (1 << 20):.1f} MiB, {image.digest}")
 
 
 @image_app.command("prune")

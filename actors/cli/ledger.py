@@ -1,8 +1,7 @@
-"""The commands `headrace ledger drop-batch` and `retry-lost`, which repair the ledger of a stopped run, and `headrace
-tasks parked` and `unpark`, which list and release tasks that a run no longer issues.
+"""The commands `headrace ledger repair`, which repairs the ledger of a stopped run, and `headrace ledger unpark`, which
+releases tasks that a run no longer issues.
 
-Invariant: the run's lock is taken before the ledger is read, so that a repair never changes a live run. (`parked` only
-reads.)
+Invariant: the run's lock is taken before the ledger is read, so that a repair never changes a live run.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from headrace.actors.cli.output import EXIT_DIRTY, Json, say, show, write_json
-from headrace.buffer.core.outages import utc
+from headrace.actors.cli.output import EXIT_DIRTY, Json, say, write_json
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,21 +24,36 @@ if TYPE_CHECKING:
     from headrace.buffer.ledger.store import ReplayStore
     from headrace.buffer.trajectories.types import RolloutId
 
+HELD = "held"
+"""Name of the batch that the learner held."""
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is not live.")]
-AnyRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, which may be live.")]
-
-tasks_app = typer.Typer(no_args_is_help=True, help="List and release the parked tasks of a run.")
 
 
-def drop_batch(
+def repair(
     run_dir: Run,
-    batch: Annotated[
+    drop_batch: Annotated[
         str,
-        typer.Argument(metavar="[BATCH]", help="Batch id, e.g. b000007; by default the batch that the learner held."),
+        typer.Option(
+            metavar="BATCH",
+            help="Drop a batch for good, such as b000007, so that a run whose learner cannot train it can be resumed; "
+            "`held` for the one that the learner held.",
+        ),
     ] = "",
+    retry_lost: Annotated[
+        bool, typer.Option("--retry-lost", help="Reissue the rollouts that `ledger verify` reports as lost.")
+    ] = False,
     json: Json = None,
 ) -> None:
-    """Drop a batch permanently, so that a run whose learner cannot train on it can be resumed."""
+    """Repair the ledger of a run that is not live; exit code 3 if rollouts remain lost."""
+    if bool(drop_batch) == retry_lost:
+        raise typer.BadParameter("name one repair: --drop-batch BATCH or --retry-lost")
+    if retry_lost:
+        _retry_lost(run_dir, json)
+    else:
+        _drop_batch(run_dir, "" if drop_batch == HELD else drop_batch, json)
+
+
+def _drop_batch(run_dir: Path, batch: str, json: Path | None) -> None:
     from headrace.actors.run.launch import reopen
     from headrace.buffer.trajectories.types import BatchId
 
@@ -58,8 +70,7 @@ def drop_batch(
     )
 
 
-def retry_lost(run_dir: Run, json: Json = None) -> None:
-    """Reissue the rollouts that `ledger verify` reports as lost; exit code 3 if any remain lost."""
+def _retry_lost(run_dir: Path, json: Path | None) -> None:
     from headrace.actors.run.launch import reopen
     from headrace.buffer.audit.evidence import streamed
     from headrace.buffer.audit.verify import lost_rollouts, verify
@@ -111,25 +122,6 @@ async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterato
             yield store
 
 
-@tasks_app.command()
-def parked(run_dir: AnyRun, json: Json = None) -> None:
-    """List tasks that are no longer issued: since when, on which hosts they failed, and the last failure."""
-    from headrace.actors.run.launch import reopen
-    from headrace.buffer.audit.condition import read_condition
-
-    found = read_condition(reopen(run_dir)[1].path).parked
-    if write_json(found, json):
-        return
-    if not found:
-        say("no task is parked")
-        return
-    table = Table("task", "parked", "hosts", "last failure", box=None)
-    for task in found:
-        table.add_row(task.task_id, utc(task.parked_at_s), ", ".join(task.hosts) or "-", task.last_failure)
-    show(table)
-
-
-@tasks_app.command()
 def unpark(
     run_dir: Run,
     tasks: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Ids of parked tasks.")] = None,
@@ -140,7 +132,7 @@ def unpark(
     from headrace.actors.run.launch import reopen
 
     if bool(tasks) == every:
-        raise typer.BadParameter("name the tasks to release, or give --all (`headrace tasks parked` lists them)")
+        raise typer.BadParameter("name the tasks to release, or give --all (`headrace status RUN --parked` lists them)")
 
     async def release() -> tuple[str, ...]:
         async with idle_store(*reopen(run_dir)) as store:

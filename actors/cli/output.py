@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -29,9 +31,6 @@ Host: TypeAlias = Annotated[
     str, typer.Option(help="Address to bind; any address other than loopback requires --key-file.")
 ]
 Port: TypeAlias = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
-AddressFile: TypeAlias = Annotated[
-    Path | None, typer.Option(help='File to write {"url", "pid", ...} to once the server answers.')
-]
 IdleSeconds: TypeAlias = Annotated[float, typer.Option(min=0.1, help="Seconds without a request after which it ends.")]
 KeyFile: TypeAlias = Annotated[
     Path | None, typer.Option(help="Private file with the key that each request must carry.")
@@ -120,6 +119,23 @@ def write_json(document: Any, path: Path | None) -> bool:
     return True
 
 
+def announce(url: str, json: Path | None) -> None:
+    """Print the URL at which a server listens. With `--json`, write it with the process id, to standard output in place
+    of the URL or to a file."""
+    started = {"url": url, "pid": os.getpid()}
+    if str(json) == "-":
+        typer.echo(orjson.dumps(started).decode())
+        return
+    write_json(started, json)
+    typer.echo(url)
+
+
+def addressed(json: Path | None) -> tuple[Path | None, Callable[[str], None]]:
+    """Return the file of `--json` for a server that writes more than its URL into it, and how to announce its URL."""
+    file = None if str(json) == "-" else json
+    return file, lambda url: announce(url, None if file else json)
+
+
 __all__ = [
     "EXIT_BAD_INPUT",
     "EXIT_DIRTY",
@@ -128,6 +144,8 @@ __all__ = [
     "EXIT_TRANSIENT",
     "Json",
     "Quiet",
+    "addressed",
+    "announce",
     "console",
     "engine_table",
     "say",

@@ -86,7 +86,7 @@ def follow_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -
     try:
         record = cluster.ask(follow)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say(f"detached; the run goes on: headrace events {run} {cluster}")
+        say(f"detached; the run goes on: headrace status {run} --events {cluster}")
         raise KeyboardInterrupt from None
     say(f"run {record.run_id} ({record.name}): {_state(record)}")
     write_json(record, json)

@@ -1,4 +1,4 @@
-"""The commands `headrace engine list|add|remove`, which show and change a run's engines through its directory, or
+"""The commands `headrace engine add|remove`, which change a run's engines through its directory, or
 through the cluster that has it."""
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
-from headrace.actors.cli.output import Json, engine_table, say, show, write_json
+from headrace.actors.cli.output import Json, say, write_json
 from headrace.actors.cluster.runs.contract import EngineChange, RunsApi
 
 if TYPE_CHECKING:
     from headrace.actors.record.files.run_directory import RunDirectory
 
-__all__ = ["add_engine", "list_engines", "remove_engine"]
+__all__ = ["add_engine", "remove_engine"]
 
 Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run, or its id on a cluster.")]
 Timeout = Annotated[
@@ -26,20 +26,6 @@ Timeout = Annotated[
         help="Seconds to wait for the change; a push in progress and the catch-up push come first.",
     ),
 ]
-
-
-@on_cluster
-def list_engines(run: Run, cluster: ClusterOptions, json: Json = None) -> None:
-    """List the engines of a run: state, version, load (running+waiting), URL, and why an engine is not serving."""
-    from headrace.actors.engines.members_file import read_roster
-
-    if cluster:
-        engines, known = cluster.call_on(RunsApi.engines, run), {}
-    else:
-        roster = read_roster(_directory(run).engines)
-        engines, known = roster.engines, {"time_s": roster.time_s}
-    if not write_json(known | {"engines": engines}, json):
-        show(engine_table(engines))
 
 
 @on_cluster
@@ -59,7 +45,7 @@ def add_engine(
 
 @on_cluster
 def remove_engine(
-    engine: Annotated[str, typer.Argument(help="Engine id, as shown by `headrace engine list`.")],
+    engine: Annotated[str, typer.Argument(help="Engine id, as shown by `headrace status RUN --engines`.")],
     run: Run,
     cluster: ClusterOptions,
     timeout_s: Timeout = 120.0,

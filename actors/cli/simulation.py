@@ -30,7 +30,7 @@ def simulate(
     seed: Annotated[int | None, typer.Option(help="Random seed for durations, rewards and task order.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override a key of the plan (key=value, see docs/simulate.md); may be repeated."),
+        typer.Option("--set", help="Override a key of the plan (key=value; guide 'Simulating a run'); repeatable."),
     ] = None,
     recipe: Annotated[
         Path | None,
@@ -47,7 +47,7 @@ def simulate(
             metavar="SEED", help="Instead, simulate a small run under the fault storm that this seed generates.", min=0
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Json = None,
 ) -> None:
     """Run the dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 if the
     ledger shows a violated bound or a lost rollout."""
@@ -67,15 +67,13 @@ def simulate(
     if recipe is not None:
         say(*told(recipe, preset, plan))
     simulated = simulate_plan(plan, keep)
-    if json:
-        write_json(simulated.to_json(), Path("-"))
-    else:
+    if not write_json(simulated.to_json(), json):
         say(*simulated.lines())
     if not simulated.clean:
         raise typer.Exit(EXIT_DIRTY)
 
 
-def show_storm(seed: int, *, json: bool) -> None:
+def show_storm(seed: int, *, json: Path | None) -> None:
     """Simulate a small run under a fault storm; exit code 3 for problems."""
     from headrace.actors.simulation.virtual.faults import simulate_faults
 
@@ -83,9 +81,7 @@ def show_storm(seed: int, *, json: bool) -> None:
         # The actors log every injected fault, a full disk even with tracebacks.
         logging.disable()
     storm = simulate_faults(seed)
-    if json:
-        write_json(storm.to_json(), Path("-"))
-    else:
+    if not write_json(storm.to_json(), json):
         say(*storm.lines())
     if storm.problems:
         raise typer.Exit(EXIT_DIRTY)
@@ -114,7 +110,7 @@ def tune(
     processes: Annotated[int, typer.Option(min=0, help="Number of parallel simulations; 0 for one per core.")] = 0,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Set a plan key that is missing from the records (key=value, see docs/tuning.md)."),
+        typer.Option("--set", help="Set a plan key that records lack (key=value; guide 'Tuning on recorded runs')."),
     ] = None,
     json: Json = None,
     quiet: Quiet = False,

@@ -50,15 +50,20 @@ def slow(
 @trace_app.command("show")
 def show_rollout(
     run_dir: RunPath,
-    rollout: Annotated[str, typer.Argument(metavar="ROLLOUT", help="Id of a rollout, or the beginning of one.")],
+    rollout: Annotated[
+        str, typer.Argument(metavar="A", help="Id of a rollout, or the beginning of one; with B also a range of steps.")
+    ],
+    other: Annotated[
+        str, typer.Argument(metavar="[B]", help="Another rollout, or a range of steps such as 100-150, to compare.")
+    ] = "",
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the drawing as one HTML file that needs no network.")
     ] = None,
     json: Json = None,
 ) -> None:
     """Draw the timeline of one rollout, with parallel calls beside each other, and its parts beside what is typical of
-    its cohort, and say why if it was slow."""
-    from headrace.actors.errors import ConfigError
+    its cohort, and say why if it was slow. Of two rollouts or ranges of steps, show the seconds of each part and the
+    labels side by side."""
     from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.telemetry.slow.reading import times_with
     from headrace.actors.telemetry.slow.terminal_text import place_of_rollout, waterfall, waterfall_lines
@@ -66,6 +71,11 @@ def show_rollout(
     from headrace.actors.telemetry.slow.waterfall_html import waterfall_page
 
     path = RunDirectory.at(run_dir).path
+    if other:
+        if html is not None:
+            raise ConfigError("--html draws one rollout: leave out --html or the second one")
+        _compare(path, rollout, other, json)
+        return
     times = times_with(rollout, path)
     row, typical, verdict = waterfall(times, place_of_rollout(times, rollout))
     attempts = read_timelines(path, row.rollout_id)
@@ -84,40 +94,14 @@ def show_rollout(
         typer.echo(line)
 
 
-@trace_app.command()
-def diff(
-    run_dir: RunPath,
-    a: Annotated[str, typer.Argument(metavar="A", help="Id of a rollout, or a range of steps such as 100-150.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same for the other side.")],
-    json: Json = None,
-) -> None:
-    """Compare two rollouts, or the rollouts of two ranges of steps: the seconds of each part and the labels, side by
-    side."""
-    from headrace.actors.record.files.run_directory import RunDirectory
+def _compare(run: Path, a: str, b: str, json: Path | None) -> None:
     from headrace.actors.telemetry.slow.comparison import compare
     from headrace.actors.telemetry.slow.reading import read_times
 
-    comparison = compare(read_times(RunDirectory.at(run_dir).path), a, b)
-    if json is not None:
-        write_json(comparison.to_json(), json)
+    comparison = compare(read_times(run), a, b)
+    if write_json(comparison.to_json(), json):
         return
     for line in comparison.lines():
-        typer.echo(line)
-
-
-@trace_app.command()
-def running(run_dir: RunPath, json: Json = None) -> None:
-    """List the rollouts that have not ended, the oldest against its cohort first: in which part each is, and for how
-    long. Of a killed run it lists what was interrupted, with the last known part."""
-    from headrace.actors.record.files.run_directory import RunDirectory
-    from headrace.actors.telemetry.slow.in_flight import in_flight
-
-    directory = RunDirectory.at(run_dir)
-    rows = in_flight(directory, driven=directory.is_driven())
-    if json is not None:
-        write_json([row.to_json() for row in rows], json)
-        return
-    for line in [row.line() for row in rows] or ["no rollout is running or was interrupted"]:
         typer.echo(line)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.actors.derivation.terms import Terms
-from headrace.actors.rollouts.rollout import ANSWER_S
 from headrace.actors.runtime.actors.operations import CLUSTER_ABSENT_S, DEFAULT_ABSENT_S
 from headrace.policies.push.contract import PushConfig
 
@@ -32,16 +31,10 @@ LEAST_STAGE_S: Final = 1800.0
 """Lower bound of a stage timeout. The length of a step is unknown before the first one; steps reported in publications
 are far shorter."""
 PUSH_PHASES: Final = 12
-"""Phases in one wave of a push, each bounded by `push.phase_timeout_s`. Forming a group and sending each bucket are
-bounded by `push.transfer_timeout_s` instead, and reading a directory by `push.read_timeout_s`."""
-
-
-def guard_s(t: Terms) -> float:
-    """Return the duration of a rollout in which every phase takes as long as it is allowed to.
-
-    Attaching to the sandbox, writing the task's files and closing the session each get the preparation's timeout."""
-    phases = sum(t[f"rollout.{phase}_timeout_s"] for phase in ("queue", "boot", "agent", "evaluate"))
-    return float(phases + ANSWER_S + 3 * t["rollout.prepare_timeout_s"])
+"""Phases in one wave of a push, each bounded by `PushConfig.phase_timeout_s`. Forming a group and sending each bucket
+are bounded by `transfer_timeout_s` instead, and reading a directory by `read_timeout_s`."""
+SLOW_READ_BYTES_PER_S: Final = 250e6
+"""Speed of reading weights that pushes wait for: that of a busy network file system."""
 
 
 def turn_timeout_s(t: Terms) -> float:
@@ -49,8 +42,9 @@ def turn_timeout_s(t: Terms) -> float:
 
 
 def gate_wait_s(t: Terms) -> float:
-    """Return the time needed to notice a dead engine and start another, but no more than the turn timeout."""
-    return float(min(unhealthy_s(t) + t["engines.start_timeout_s"], turn_timeout_s(t)))
+    """Return the longest time that a turn waits for an available engine: that to notice a dead engine and start
+    another, but no more than the turn timeout."""
+    return float(min(unhealthy_s(t) + t["engines.start_timeout_s"], t["gateway.turn_timeout_s"]))
 
 
 def unhealthy_s(t: Terms) -> float:
@@ -73,11 +67,30 @@ def longest_phase(t: Terms) -> tuple[str, float]:
     """Return the key and the duration in seconds of the longest phase in which a healthy rollout may show no
     progress."""
     keys = [f"rollout.{phase}_timeout_s" for phase in ("agent", "evaluate", "prepare")]
-    keys += ["gateway.turn_timeout_s", "gateway.gate_wait_s"] if _has_engines(t) else []
+    keys += ["gateway.turn_timeout_s"] if _has_engines(t) else []
     phases = {key: t[key] for key in keys}
     boot_s = t["rollout.queue_timeout_s"] + t["rollout.boot_timeout_s"]
     phases["rollout.queue_timeout_s + boot_timeout_s"] = boot_s
     return max(phases.items(), key=lambda phase: phase[1])
+
+
+def weights_bytes(t: Terms) -> int:
+    """Return the size of the model's weights; 0 with simulated engines, which have none."""
+    weights = t["model.path"].glob("*.safetensors") if _has_engines(t) else ()
+    return sum(path.stat().st_size for path in weights)
+
+
+def push_config(t: Terms, model_bytes: int) -> PushConfig:
+    """Return the settings of a run's pushes: the limits of reading a snapshot follow from its size."""
+    read_s = model_bytes / SLOW_READ_BYTES_PER_S
+    given = PushConfig(**t.document["push"])
+    return given.model_copy(
+        update={
+            "load_timeout_s": given.load_timeout_s + read_s,
+            "read_timeout_s": given.read_timeout_s + read_s * given.wave_size,
+            "gate_lease_s": max(given.gate_lease_s, t["service.hang_s"]),
+        }
+    )
 
 
 def push_s(push: PushConfig, model_bytes: int) -> float:
@@ -96,17 +109,11 @@ DERIVED: Final[Mapping[str, tuple[Callable[[Terms], float], str]]] = {
         "120; 1800 on a cluster",
     ),
     "rollout.lease_s": (lambda t: max(60.0, t["service.hang_s"]), "max(60, service.hang_s)"),
-    "push.gate_lease_s": (lambda t: max(60.0, t["service.hang_s"]), "max(60, service.hang_s)"),
-    "rollout.guard_s": (guard_s, "the sum of the rollout's phases"),
     "gateway.turn_timeout_s": (turn_timeout_s, "rollout.agent_timeout_s / 3"),
-    "gateway.gate_wait_s": (
-        gate_wait_s,
-        "the time to notice a dead engine and start another, at most rollout.agent_timeout_s / 3",
-    ),
     "training.stage_timeout_s": (stage_timeout_s, "the longest phase of a rollout, at least 1800"),
     "service.stall_s": (stall_s, "twice the longest phase of a rollout, at least 1.5 x cluster.absent_s"),
 }
-"""Rule for each derived key, and the text that docs/configuration.md shows in place of a default."""
+"""Rule for each derived key, and the text that the guide 'Configuration' shows in place of a default."""
 
 
 def _has_engines(t: Terms) -> bool:
@@ -139,41 +146,16 @@ class _Order:
 
 ORDERS: Final = (
     _Order(
-        lower="gateway.gate_wait_s",
-        upper="rollout.agent_timeout_s",
-        because="the agent would time out before a failing engine is noticed",
-        matters=_has_engines,
-    ),
-    _Order(
         lower="gateway.turn_timeout_s",
         upper="rollout.agent_timeout_s",
         because="the agent would time out before a failing engine is noticed",
         matters=_has_engines,
     ),
     _Order(
-        lower="push.transfer_timeout_s",
-        upper="rollout.agent_timeout_s",
-        because="one bucket of a push could use up the time of every agent that waits for it",
-        matters=_has_engines,
-    ),
-    _Order(
-        lower="push.read_timeout_s",
-        upper="rollout.agent_timeout_s",
-        because="reading one snapshot could use up the time of every agent that waits for that engine",
-        matters=lambda t: _has_engines(t) and t["push.transport"] == "disk",
-    ),
-    _Order(
         lower="service.hang_s",
         upper="rollout.lease_s",
         because="a worker that is slow but not hung would lose its sandboxes",
         may_be_equal=True,
-    ),
-    _Order(
-        lower="service.hang_s",
-        upper="push.gate_lease_s",
-        because="the gate of a paused engine would open while the engine group is slow but not hung",
-        may_be_equal=True,
-        matters=_has_engines,
     ),
     _Order(
         lower="service.hang_s",
@@ -196,15 +178,16 @@ ORDERS: Final = (
 
 def problem(t: Terms) -> str | None:
     """Describe the first two conflicting timeouts, with values that work; None if all timeouts are consistent."""
+    agent_s, bucket_s = t["rollout.agent_timeout_s"], PushConfig().transfer_timeout_s
+    if _has_engines(t) and agent_s <= bucket_s:
+        return (
+            f"rollout.agent_timeout_s {agent_s:g} is not above {bucket_s:g}, the seconds that one bucket of a push may "
+            f"take: it could use up the time of every agent that waits for it; set rollout.agent_timeout_s to "
+            f"{2 * bucket_s:g}"
+        )
     for order in ORDERS:
         if (found := order.problem(t)) is not None:
             return found
-    if t["rollout.guard_s"] < (needed_s := guard_s(t)):
-        return (
-            f"rollout.guard_s {t['rollout.guard_s']:g} is below the sum of its phases: queue_timeout_s, "
-            "boot_timeout_s, 3 x prepare_timeout_s, agent_timeout_s and evaluate_timeout_s; rollouts of slow agents "
-            f"would end as infra; leave it unset, or set rollout.guard_s to {needed_s:g}"
-        )
     phases = [longest_phase(t)]
     if _has_engines(t):
         phases.append(("engines.health_misses x (health_timeout_s + 2)", unhealthy_s(t)))

@@ -159,7 +159,7 @@ def _budget(t: Terms) -> int:
 
 def _max_live(t: Terms) -> tuple[int, str]:
     if t["sandbox.provider"] != "local":
-        return 64, "as many as `headrace sandbox serve` has by default"
+        return 64, "as many as `headrace serve sandbox` has by default"
     left = max(0, int(7 / 8 * t.host.memory_bytes - t.size * sum(t.on_cpu().values())))
     # A limit is for the worst command; on average a sandbox holds far less.
     fit, reason = t.host.sandboxes(left, (t["sandbox.local.memory_bytes"] or 2 << 30) // 8)
@@ -232,7 +232,7 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
         "the sandboxes that evaluations leave, at most what may be in flight, and four for each sequence of an engine",
     ),
 }
-"""Rule for each derived key, and the text that docs/configuration.md shows in place of a default. A rule returns None
+"""Rule for each derived key, and the text that the guide 'Configuration' shows in place of a default. A rule returns None
 where the key has no effect, and a reason beside the value where the text would not do."""
 
 

@@ -72,7 +72,7 @@ class EnginesConfig(BaseModel):
     """Placement of the engines that the group starts: `local` on this host, or `ray`, one actor each, spread over the
     cluster's hosts."""
     attach: tuple[str, ...] = ()
-    """Base URLs of running servers (SGLang, or `headrace engine serve`) to attach; they are never killed."""
+    """Base URLs of running servers (SGLang, or `headrace serve engine`) to attach; they are never killed."""
     router: str | None = None
     """Base URL of an sglang-router, whose workers are attached and removed as its list changes. Turns and pushes go to
     the workers directly."""

@@ -22,7 +22,7 @@ from headrace.actors.engines.registry import address
 from headrace.actors.errors import ConfigError
 from headrace.policies.errors import EngineSettingsInvalid
 from headrace.policies.processes.engine_keys import is_loopback
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushSection
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -36,12 +36,12 @@ class DevicePlan:
     sender: tuple[str, ...] = ()
 
 
-def sender_gpus(push: PushConfig) -> int:
+def sender_gpus(push: PushSection) -> int:
     """Return the number of GPUs of the sender: NCCL needs a device per process, and a push by disk no sender."""
     return int(push.transport == "group" and push.backend == "nccl")
 
 
-def local_gpus(engines: EnginesConfig, push: PushConfig) -> int:
+def local_gpus(engines: EnginesConfig, push: PushSection) -> int:
     """Return the number of GPUs that the engine group's actor reserves."""
     if engines.is_simulated:
         return 0
@@ -49,7 +49,7 @@ def local_gpus(engines: EnginesConfig, push: PushConfig) -> int:
     return (engines.gpus if local else 0) + sender_gpus(push)
 
 
-def plan_devices(engines: EnginesConfig, push: PushConfig, visible: Sequence[str]) -> DevicePlan:
+def plan_devices(engines: EnginesConfig, push: PushSection, visible: Sequence[str]) -> DevicePlan:
     """Distribute the visible devices: `tensor_parallel` for each local engine, then one for the sender. Raises
     EngineSettingsInvalid if there are too few."""
     needed = local_gpus(engines, push)
@@ -71,7 +71,7 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(device for device in os.environ.get(VISIBLE, "").split(",") if device)
 
 
-def needed_gpus(engines: EnginesConfig, push: PushConfig, *, learner: Mapping[str, int]) -> dict[str, int]:
+def needed_gpus(engines: EnginesConfig, push: PushSection, *, learner: Mapping[str, int]) -> dict[str, int]:
     """Return the number of GPUs that each part of a run reserves, by its description; parts without one are left out.
     `learner` has those of the learner, and is empty in an evaluation."""
     parts = {

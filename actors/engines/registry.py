@@ -182,7 +182,7 @@ class EngineRegistry:
         """Return the engine's entry. Raises EngineUnknown."""
         entry = self._entries.get(engine_id)
         if entry is None:
-            raise EngineUnknown(f"there is no engine {engine_id}; `headrace engine list` lists the engines of a run")
+            raise EngineUnknown(f"there is no engine {engine_id}: `headrace status RUN --engines` lists them")
         return entry
 
     def stands(self, engine_id: EngineId, *states: EngineState) -> bool:

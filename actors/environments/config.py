@@ -32,7 +32,7 @@ class EnvironmentSection(Section):
 
     kind: EnvironmentKind | str = Field(default=EnvironmentKind.SHELL, union_mode="left_to_right")
     """Environment of the loop agent: `shell`, `terminal`, `search`, `retail`, or one from another package
-    (docs/extending.md)."""
+    (guide 'Extending headrace')."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for an environment from another package."""
     shell: ShellConfig = ShellConfig()

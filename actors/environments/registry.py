@@ -79,7 +79,7 @@ def _of_another_package(found: object) -> MakeEnvironment:
             if not hasattr(environment, name):
                 raise ConfigError(
                     f"environment.kind: {section.kind!r} did not return an environment: {name!r} is missing "
-                    "(docs/extending.md)"
+                    "(guide 'Extending headrace')"
                 )
         return environment
 

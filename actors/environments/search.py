@@ -28,6 +28,10 @@ from headrace.actors.services.service import Passage, Retriever, Services
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
+NO_PASSAGE: Final = "No passage was found."
+"""Text in place of the passages if the retriever has none."""
+EMPTY_QUERY: Final = "\nThe query is empty. Write it between <search> and </search>.\n"
+"""Text that the policy reads after a search without words."""
 _TITLED: Final = re.compile(r'\s*"(.*?)"\s*\n(.*)', re.DOTALL)
 
 
@@ -42,16 +46,6 @@ class SearchConfig(BaseModel):
     """Number of passages of one search."""
     max_characters: int = Field(default=2000, ge=1)
     """Length to which the passages of one search are cut."""
-    before: str = "\n\n<information>"
-    """Text before the passages."""
-    passage: str = "Doc {number}(Title: {title}) {text}"
-    """Form of one passage, with its `number` (from 1), `title` and `text`."""
-    after: str = "</information>\n\n"
-    """Text after the passages."""
-    nothing: str = "No passage was found."
-    """Text in place of the passages if the retriever has none."""
-    empty_query: str = "\nThe query is empty. Write it between <search> and </search>.\n"
-    """Text that the policy reads after a search without words."""
 
 
 class SearchEnvironment:
@@ -87,20 +81,21 @@ class SearchEpisode:
             return Observation(ends=True)
         query = str(action.arguments.get("query", "")).strip()
         if not query:
-            warning = ObservationPart(text=self._config.empty_query, kind=PartKind.WARNING)
+            warning = ObservationPart(text=EMPTY_QUERY, kind=PartKind.WARNING)
             return Observation(parts=(warning,))
         (found,) = await self._retriever.retrieve([query], top_k=self._config.top_k)
-        return observed(shown(found, self._config))
+        return observed(shown(found, self._config.max_characters))
 
     async def close(self) -> EpisodeEnd:
         return EpisodeEnd()
 
 
-def shown(passages: list[Passage], config: SearchConfig) -> str:
+def shown(passages: list[Passage], max_characters: int) -> str:
     """Return the text of passages that the policy reads."""
     texts = []
     for number, passage in enumerate(passages, start=1):
         titled = _TITLED.fullmatch(passage.contents)
         title, text = (titled[1], titled[2]) if titled else ("", passage.contents)
-        texts.append(config.passage.format(number=number, title=title, text=text.strip()))
-    return config.before + ("\n".join(texts)[: config.max_characters] or config.nothing) + config.after
+        texts.append(f"Doc {number}(Title: {title}) {text.strip()}")
+    joined = "\n".join(texts)[:max_characters]
+    return f"\n\n<information>{joined or NO_PASSAGE}</information>\n\n"

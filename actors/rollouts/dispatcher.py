@@ -4,7 +4,7 @@ Invariants:
 - A training rollout starts only if the buffer has issued it; the buffer's inventory is the only admission control.
 - Evaluations have their own slots, so they overtake only training rollouts that are still queued.
 - Nothing starts while no engine is serving: the buffer is notified, and evaluations wait.
-- An evaluation has a fixed denominator: answers that are still infra after `evaluation_attempts` are counted
+- An evaluation has a fixed denominator: answers that are still infra after `EVALUATION_ATTEMPTS` are counted
   separately, never as failures. Answers already in the ledger are not repeated.
 - A new dispatcher fences off its predecessor, at the workers and at the buffer, before it starts anything.
 """
@@ -54,6 +54,8 @@ the rest are still being issued."""
 CANCEL_S = 15.0
 """Time limit for the workers of a drained node to end what they were told to cancel. What they still carry then is
 issued elsewhere when the node is gone."""
+EVALUATION_ATTEMPTS = 3
+"""Maximum number of attempts at one evaluation rollout before it counts as infra."""
 RECANCEL_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -69,10 +71,9 @@ class DispatcherConfig(BaseModel):
     """Maximum number of concurrent training rollouts per worker."""
     evaluation_slots: int = Field(default=24, ge=1)
     """Maximum number of concurrent evaluation rollouts across all workers."""
-    evaluation_attempts: int = Field(default=3, ge=1)
-    """Maximum number of attempts at one evaluation rollout before it counts as infra."""
-    pacing: PacingConfig = PacingConfig()
-    """Adaptive limit on rollouts in flight, lowered while engines or outside services are overloaded."""
+    pacing: bool = False
+    """Adaptive limit on rollouts in flight, lowered while engines or outside services are overloaded. Without it, only
+    slots and inventory limit their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class Dispatcher:
         self._workers = WorkerSlots(
             workers,
             slots_per_worker=config.slots_per_worker,
-            limit=AdaptiveLimit(config.pacing, config.slots_per_worker * len(workers), now_s=0.0),
+            limit=AdaptiveLimit(PacingConfig(enabled=config.pacing), config.slots_per_worker * len(workers), now_s=0.0),
             replay=replay,
             pool=pool,
             trained=self._count,
@@ -307,7 +308,7 @@ class Dispatcher:
             return recorded
         before = known.get(first.rollout_id, NEVER_EVALUATED)
         answer = recording.recover(first, before) if before.reward is not None else None
-        for attempt in range(before.attempts + 1, before.attempts + 1 + self._config.evaluation_attempts):
+        for attempt in range(before.attempts + 1, before.attempts + 1 + EVALUATION_ATTEMPTS):
             if answer is not None and answer.reward is not None:
                 break
             async with self._evaluation_slots:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
 from headrace.actors.record.files.utilisation import Station, UtilisationMeter
 
 ENOUGH_ENDS: Final = 16
@@ -34,35 +32,28 @@ OUTSIDE: Final = (Station.BOOT, Station.EVALUATOR, Station.SIMULATOR)
 """Services other than the engines and the learner."""
 
 
-class PacingConfig(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacingConfig:
     """Control of the number of rollouts in flight by additive increase and multiplicative decrease."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = False
     """Whether to enable pacing; without it, only slots and inventory limit the number of rollouts."""
-    start: int = Field(default=32, ge=1)
+    start: int = 32
     """Initial limit on rollouts in flight."""
-    least: int = Field(default=8, ge=1)
+    least: int = 8
     """Lower bound of the limit."""
-    increase: int = Field(default=4, ge=1)
+    increase: int = 4
     """Increment of the limit per `interval_s` while it is reached and nothing is overloaded."""
-    decrease: float = Field(default=0.7, gt=0, lt=1)
+    decrease: float = 0.7
     """Factor by which the limit is multiplied on an overload."""
-    interval_s: float = Field(default=10.0, gt=0)
+    interval_s: float = 10.0
     """Minimum time between two changes; it should cover several turns."""
-    engine_queue: float = Field(default=1.25, gt=0)
+    engine_queue: float = 1.25
     """Threshold for the number of turns at the engines, relative to the number that they decode at once; above it the
     engines count as overloaded."""
-    latency_ratio: float = Field(default=3.0, gt=1)
+    latency_ratio: float = 3.0
     """Threshold for the mean time at an outside service (boots, evaluations, user simulator), relative to the best one
     measured; above it the service counts as overloaded."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> PacingConfig:
-        if self.start < self.least:
-            raise ValueError(f"start ({self.start}) is below least ({self.least}): raise start or lower least")
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

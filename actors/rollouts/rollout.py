@@ -78,8 +78,14 @@ class RolloutConfig(BaseModel):
     lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `clocks`
     """Term of sandbox leases: a worker that does not renew its leases within this time loses them. Workers renew four
     times per term. A pool must be able to restart in less than this time."""
-    guard_s: float = Field(default=300.0, gt=0)  # derived in a run, see `clocks`
-    """Deadline for the whole rollout; once it has passed, the outcome is infra, whatever the phase."""
+
+    @property
+    def guard_s(self) -> float:
+        """Deadline for the whole rollout, the sum of its phases; once it has passed, the outcome is infra, whatever the
+        phase. Attaching to the sandbox, writing the task's files and closing the session each get the preparation's
+        timeout."""
+        before_s = self.queue_timeout_s + self.boot_timeout_s + ANSWER_S
+        return before_s + 3 * self.prepare_timeout_s + self.agent_timeout_s + self.evaluate_timeout_s
 
 
 class Stations(Protocol):

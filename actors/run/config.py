@@ -52,10 +52,10 @@ from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.slime import arguments as slime
 from headrace.policies.miniatures import names as miniatures
 from headrace.policies.processes.engine_keys import is_loopback
-from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.contract import PushSection
 from headrace.serve.gateway.http.config import GatewaySection
 from headrace.serve.tracing.retention import RetentionConfig
-from headrace.serve.tracing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetrySection
 
 FORMAT: Final = 1
 """Number of the format of recorded configurations."""
@@ -78,10 +78,9 @@ class RunConfig(Section):
     training: LearnerLoopConfig = LearnerLoopConfig()
     learner: LearnerConfig
     engines: EnginesConfig = EnginesConfig()
-    push: PushConfig = PushConfig()
+    push: PushSection = PushSection()
     evaluation: EvaluationSection = EvaluationSection()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    retention: RetentionConfig = RetentionConfig()
+    telemetry: TelemetrySection = TelemetrySection()
     service: ServiceSection = ServiceSection()
     services: dict[ServiceName, ServiceConfig] = Field(default_factory=dict)
     """Services that environments and evaluators call, by name."""
@@ -117,6 +116,11 @@ class RunConfig(Section):
                     f"{sources.KEY}.{source.name}: sampling.temperature differs from that of the run, which "
                     'learner.kind "slime" does not support; set it in [sampling]'
                 )
+
+    @property
+    def retention(self) -> RetentionConfig:
+        """Limits on the run's metrics, logs and evaluations."""
+        return RetentionConfig.beside(self.telemetry.keep_bytes)
 
     def by_source(self) -> dict[str, RunConfig]:
         """Return the configuration of each source's rollouts, by its name. Without sources it is this one, and the name
@@ -486,7 +490,7 @@ def _absolute(path: str, base: Path, key: str) -> Path:
 
 ANY_NAME: Final = "*"
 SECRET: Final = "secret:"
-"""Beginning of a key file that is a secret of the run's owner on a cluster (docs/control_api.md)."""
+"""Beginning of a key file that is a secret of the run's owner on a cluster (guide 'Control API of a cluster')."""
 RECIPE_PATHS = (
     ("model", "path"),
     ("tasks", "train"),
@@ -519,11 +523,41 @@ def _infinite_keys(value: object, key: str = "") -> Iterator[str]:
         yield key
 
 
-def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs/configuration.md") -> str:
+_FIXED: Final = "it is no longer a key, since its value suits every run: remove it"
+_OF_WEIGHTS: Final = "it is no longer a key: it follows from the size of the weights; remove it"
+MOVED: Final[Mapping[str, str]] = {
+    "dispatcher.pacing.enabled": "it is now dispatcher.pacing = true",
+    "retention": "it is no longer a table: all limits follow from telemetry.keep_bytes; set that",
+    "rollout.guard_s": "it is no longer a key: it is the sum of the rollout's other timeouts; remove it",
+    "push.read_timeout_s": _OF_WEIGHTS,
+    "push.load_timeout_s": _OF_WEIGHTS,
+    "gateway.gate_wait_s": "it is no longer a key: it follows from engines.start_timeout_s; remove it",
+    "push.gate_lease_s": "it is no longer a key: it follows from service.hang_s; remove it",
+    **dict.fromkeys(
+        (
+            *(f"dispatcher.pacing.{key}" for key in ("increase", "interval_s", "decrease", "engine_queue")),
+            *("dispatcher.pacing.latency_ratio", "dispatcher.evaluation_attempts"),
+            *("push.phase_timeout_s", "push.transfer_timeout_s", "push.bucket_bytes"),
+            *(f"gateway.{key}" for key in ("render_processes", "render_cpu_s", "header_timeout_s", "body_timeout_s")),
+            *(f"gateway.{key}" for key in ("send_timeout_s", "max_session_body_bytes", "max_total_body_bytes")),
+            *("telemetry.max_queue_spans", "telemetry.flush_interval_s"),
+        ),
+        _FIXED,
+    ),
+}
+"""Keys that recipes or guides once showed, and what became of them."""
+
+
+def explain(error: ValidationError, model: type[BaseModel], *, page: str = "the guide 'Configuration'") -> str:
     """Describe the first problem in a validation error for `model`: key, reason and, for an unknown key, the fix."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
+    below = first["input"] if isinstance(first["input"], Mapping) else ()
+    if (
+        moved := next((name for name in (key, *(f"{key}.{name}" for name in below)) if name in MOVED), None)
+    ) is not None:
+        return f"unknown key {moved}; {MOVED[moved]}"
     if first["type"] == "extra_forbidden":
         meant = _suggestion(model, [str(part) for part in first["loc"]])
         advice = f"did you mean {meant}?" if meant else "remove it or check its spelling"

@@ -22,6 +22,8 @@ from typing import Final, TypeVar, cast
 import orjson
 
 from headrace.actors.agents.registry.registry import make_agent
+from headrace.actors.derivation.clocks import gate_wait_s, push_config, weights_bytes
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.devices import local_gpus
 from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, DiskFull
@@ -64,6 +66,7 @@ from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.sandboxes.base import SandboxProvider
 from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.tracing.telemetry import TelemetryConfig
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -119,7 +122,7 @@ class RunActors(GuardedActors):
         self._evaluations = evaluations
         self._tasks = tasks
         self.observing = ActorTelemetry(
-            config=config.telemetry,
+            config=TelemetryConfig(**config.telemetry.model_dump()),
             run_dir=None if directory is None else directory.path,
             run_id="" if directory is None else identity_of(directory),
             retention=config.retention,
@@ -224,6 +227,7 @@ class RunActors(GuardedActors):
                 engine_keys=EngineKeyFiles(own=directory.engine_key, attached=config.engines.key_file),
                 in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
                 token_kinds=config.learner.needs_kinds,
+                gate_wait_s=gate_wait_s(Terms.of(config)),
                 **config.gateway.model_dump(),
             ),
             address_file=directory.path / f"gateway{suffix}.json",
@@ -288,7 +292,7 @@ class RunActors(GuardedActors):
             "engines",
             EngineGroup,
             config.engines.model_copy(update={"max_context_tokens": context}),
-            config.push,
+            push_config(Terms.of(config), weights_bytes(Terms.of(config))),
             gateways=self.gateways,
             metrics=replay,
             model_dir=config.model.path,

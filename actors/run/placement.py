@@ -51,7 +51,7 @@ class ClusterSection(Section):
 
     address: str = LOCAL
     """`local` starts a Ray that ends with the command. `HOST:PORT` of the head, or `auto` for the cluster of this node,
-    submits the run to a cluster, where it needs no further process (docs/cluster.md)."""
+    submits the run to a cluster, where it needs no further process (guide 'Runs on a cluster')."""
     state: Path | None = None
     """On a cluster: folder on the control node's local disk for the ledgers of all runs. Other nodes use the same path
     on their own disks for files that may be lost."""

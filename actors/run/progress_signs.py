@@ -21,6 +21,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from headrace.actors.derivation import clocks
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.registry import EngineState
 from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import ENDING_STAGES, Stage
@@ -52,12 +53,13 @@ class WorkClocks:
 
 def work_clocks(config: RunConfig) -> WorkClocks:
     """Return the timeouts of a run's work. The timeout of a push depends on the size of the model's weights."""
-    weights = config.model.path.glob("*.safetensors") if not config.engines.is_simulated else ()
+    terms = Terms.of(config)
+    model_bytes = clocks.weights_bytes(terms)
     return WorkClocks(
         stage_s=config.training.stage_timeout_s,
         engine_start_s=config.engines.start_timeout_s,
         boot_s=max(config.rollout.boot_timeout_s, config.sandbox.pool.create_timeout_s),
-        push_s=clocks.push_s(config.push, sum(path.stat().st_size for path in weights)),
+        push_s=clocks.push_s(clocks.push_config(terms, model_bytes), model_bytes),
     )
 
 

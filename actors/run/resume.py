@@ -99,8 +99,8 @@ class ResumePreparation:
             path = self._directory.path
             raise LedgerRefused(
                 f"{path}: {report.lost} rollouts are lost ({'; '.join(report.problems[:2])}): restore the missing "
-                f"files, e.g. from a copy of the run, or issue the rollouts again with `headrace ledger retry-lost "
-                f"{path}`"
+                f"files, e.g. from a copy of the run, or issue the rollouts again with `headrace ledger repair "
+                f"{path} --retry-lost`"
             )
 
     def _report(self) -> ResumeReport:

@@ -35,11 +35,11 @@ class SamplingSection(Section):
     """Train turns that were cut off at the end of the context; false masks them as `truncated`."""
     train_cut: bool = False
     """Train turns that were cut off when `rollout.agent_timeout_s` was over; false masks them as `aborted`, and then
-    little teaches the policy not to ramble until that time (docs/gateway.md)."""
+    little teaches the policy not to ramble until that time (guide 'The gateway')."""
     train: Annotated[tuple[TrainedPart, ...], AfterValidator(with_main)] = (TrainedPart.MAIN,)
     """Turns to train: `main`, and in addition `side` (calls without tools, beside agents that have tools) and
     `abandoned` (turns that the agent continued without), which are masked otherwise. Agents that do not send the
-    policy's turns back need them (docs/gateway.md)."""
+    policy's turns back need them (guide 'The gateway')."""
     serve_unhonoured: bool = True
     """Serve requests for a forced tool call or JSON freely if no engine has a grammar for them, and count them; false
     refuses them, which ends most agents in their first turn."""

@@ -41,7 +41,7 @@ class TaskSetConfig(Section):
     """Keys of [tasks] and of each of [[tasks.sources]]: the training and the held-out tasks."""
 
     train: Path | None = None
-    """JSONL file of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
+    """JSONL file of training tasks (guide 'Task files'), relative to the recipe; None generates terminal tasks."""
     heldout: Path | None = None
     """JSONL file of held-out tasks; must be set if and only if `train` is set."""
     train_count: int = Field(default=512, ge=1)
@@ -84,7 +84,8 @@ class TasksSection(TaskSetConfig):
     """Section [tasks] of a recipe."""
 
     sources: tuple[SourceSection, ...] = ()
-    """Several sources of tasks in one run, each with its share of the trained rollouts (docs/mix.md)."""
+    """Several sources of tasks in one run, each with its share of the trained rollouts (guide 'Several environments in
+    one run')."""
 
 
 def problem(sources: Sequence[SourceSection]) -> str | None:
@@ -109,9 +110,7 @@ def source_document(document: Mapping[str, Any], source: SourceSection) -> dict[
     """Return the document of a source: the recipe's, with the source's tasks and tables."""
     merged = dict(document)
     merged["tasks"] = source.model_dump(exclude={"name", "share", *OWN_TABLES})
-    for table in OWN_TABLES:
-        merged[table] = overlaid(document.get(table, {}), getattr(source, table))
-    return merged
+    return merged | {table: overlaid(document.get(table, {}), getattr(source, table)) for table in OWN_TABLES}
 
 
 def source_problem(source: SourceSection, buffer: BufferConfig) -> str | None:

@@ -73,7 +73,7 @@ class RunSummary:
             f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
             f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
             *([f"in use: {busy}{held_up}"] if busy else []),
-            *([f"spans lost: {lost} (docs/run_directory.md)"] if lost else []),
+            *([f"spans lost: {lost} (guide 'Run directory')"] if lost else []),
             f"ledger {verdict}; trained twice {self.trained_twice}, lost {self.lost}; leaked {self.sandboxes_leaked}",
             f"see {self.run}/reward.png" + ("" if self.completed else f"; continue with: headrace resume {self.run}"),
         ]

@@ -171,7 +171,7 @@ class Supervision:
                     stage_s,
                 )
                 await self._runtime.restart(self._actors.learner, learner.process_id)
-        if self._config.dispatcher.pacing.enabled:
+        if self._config.dispatcher.pacing:
             # Simulated engines have no queue, because they accept every turn immediately.
             turns = None if status.gateway is None else status.in_use().get(Station.ENGINE)
             queue = None if turns is None else turns / _engine_places(self._config)
@@ -223,7 +223,7 @@ class Supervision:
                 for load in self.loads
             },
         )
-        if self._config.dispatcher.pacing.enabled:
+        if self._config.dispatcher.pacing:
             pacing: dict[str, int | str] = {
                 "rollout_limit": dispatcher.limit,
                 "slowed_by": dispatcher.slowed_by,

@@ -72,7 +72,7 @@ class ServiceCalls:
         self.name = name
         self._config = config
         self._clock = clock
-        self._limit = CallLimit(least=config.min_concurrency, most=config.max_concurrency)
+        self._limit = CallLimit(least=1, most=config.max_concurrency)
         self._slots = CallSlots(self._limit)
         self._breaker = CircuitBreaker(FAILURES_TO_OPEN, OPEN_S, longest_open_s=LONGEST_OPEN_S)
         self._last_failure = ""

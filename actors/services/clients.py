@@ -91,7 +91,7 @@ class ServiceClients(ResourceOwner):
         refuse_missing_services((name,), self._configs, kind=kind)
         service = self._services[name]
         if isinstance(service, OutsideService) and not service.offers(kind):
-            raise ConfigError(f"services.{name}.kind: {self._configs[name].kind} is not a {kind} (docs/services.md)")
+            raise ConfigError(f"services.{name}.kind: {self._configs[name].kind} is not a {kind} (guide 'Services')")
         return service
 
 
@@ -128,7 +128,7 @@ def refuse_missing_services(
         if name not in services:
             known = ", ".join(sorted(services)) or "none"
             raise ConfigError(
-                f"services.{name} is missing{needs}; add the table (docs/services.md). The recipe has: {known}"
+                f"services.{name} is missing{needs}; add the table (guide 'Services'). The recipe has: {known}"
             )
         config = services[name]
         if kind is not None and not config.is_outside and config.kind is not kind:

@@ -55,8 +55,8 @@ class HelperEngineSection(Section):
     """Table [services.NAME.engine] of a recipe: the engine that a run starts for a helper model, on CPUs."""
 
     backend: Literal["cpu", "sglang"] = "cpu"
-    """Server of the model: `cpu`, the embedded engine for small models, or `sglang`. For a GPU, run `headrace model
-    serve` yourself and set `url`."""
+    """Server of the model: `cpu`, the embedded engine for small models, or `sglang`. For a GPU, run `headrace serve
+    model` yourself and set `url`."""
     dtype: str = "auto"
     """For sglang: data type of the weights."""
     python: Path | None = None
@@ -70,7 +70,7 @@ class ServiceConfig(Section):
 
     kind: ServiceKind | str = Field(default=ServiceKind.RETRIEVER, union_mode="left_to_right")
     """Kind of the service: `retriever`, `model` (any server of OpenAI's Chat Completions API), `reward` (a server that
-    scores rollouts), or a class of another package as package.module:Class (docs/services.md)."""
+    scores rollouts), or a class of another package as package.module:Class (guide 'Services')."""
     url: str = ""
     """Base URL of a running service, such as http://127.0.0.1:8000; for `reward`, the URL that requests go to."""
     corpus: Path | None = None
@@ -85,13 +85,11 @@ class ServiceConfig(Section):
     """For models: name of the model in requests."""
     key_file: Path | None = None
     """Private file with the key that requests carry as `Authorization: Bearer KEY`, relative to the recipe; on a
-    cluster also `secret:NAME` (docs/control_api.md)."""
+    cluster also `secret:NAME` (guide 'Control API of a cluster')."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Time limit for one request, in seconds."""
     max_concurrency: int = Field(default=64, ge=1)
     """Maximum number of calls of one worker at once. The limit falls below it while the service is overloaded."""
-    min_concurrency: int = Field(default=1, ge=1)
-    """Number of calls at once below which the limit never falls."""
     retry: RetrySection = RetrySection()
     """Limits of the retries."""
     price: PriceSection = PriceSection()
@@ -125,10 +123,6 @@ class ServiceConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        if self.min_concurrency > self.max_concurrency:
-            raise ValueError(
-                f"min_concurrency {self.min_concurrency} is above max_concurrency {self.max_concurrency}; lower it"
-            )
         if self.is_outside:
             given = [key for key in ("url", "corpus", "path", "model", "key_file") if getattr(self, key)]
             if given:

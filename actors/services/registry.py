@@ -113,7 +113,7 @@ def _of_another_package(found: object) -> MakeService:
         if not any(service.offers(kind) for kind in ServiceKind):
             raise ConfigError(
                 f"{key}.kind: {parts.config.kind!r} did not return a service: it has none of "
-                f"{', '.join(METHODS.values())} (docs/services.md)"
+                f"{', '.join(METHODS.values())} (guide 'Services')"
             )
         return service
 

@@ -174,7 +174,7 @@ class Program:
                 name=name,
                 noun="retriever",
                 key="corpus",
-                command=("retriever", "serve", "--corpus"),
+                command=("serve", "retriever", "--corpus"),
                 content=config.corpus.resolve(),
                 digest=digest_of,
             )
@@ -184,7 +184,7 @@ class Program:
             name=name,
             noun="model server",
             key="path",
-            command=("model", "serve", "--model"),
+            command=("serve", "model", "--model"),
             content=config.path.resolve(),
             digest=model_digest,
             options={
@@ -203,7 +203,7 @@ class Program:
         address.unlink(missing_ok=True)
         options = {
             **self.options,
-            "--address-file": address.resolve(),
+            "--json": address.resolve(),
             "--port": port,
             "--idle-s": IDLE_S,
             "--parent-pid": os.getpid(),

@@ -9,9 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +90,10 @@ class SimulatorKind(StrEnum):
     """Like verify, but a wrong line is revised with the reason."""
 
 
+TRIES: Final = 3
+"""Maximum number of proposals for one line."""
+
+
 class SimulatorConfig(Section):
     """Settings of the simulated user."""
 
@@ -104,17 +106,9 @@ class SimulatorConfig(Section):
     """Maximum number of tokens of one answer of the helper model."""
     user_temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of the helper model."""
-    tries: int = Field(default=3, ge=1)
-    """Maximum number of proposals for one line."""
-    patience: int = Field(default=20, ge=1)
-    """Number of the agent's texts after which the user of `rule` ends the conversation."""
     seed: int | None = None
     """Random seed for the user's lines: all attempts at a task then meet the same user. Without one, `rule` uses 0 and
     a helper model samples freely."""
-    latency_mean_s: float = Field(default=0.0, ge=0)
-    """Mean of an additional latency of each line in seconds, for measurements."""
-    latency_sigma: float = Field(default=0.5, ge=0)
-    """Sigma of that latency's lognormal distribution."""
 
     @model_validator(mode="after")
     def _check_service(self) -> Self:
@@ -200,10 +194,10 @@ class ModelUser:
 
     async def propose(self, messages: Sequence[ChatMessage]) -> str:
         """Return one line for a conversation. Raises ServiceDown after too many empty answers."""
-        for _ in range(self._config.tries):
+        for _ in range(TRIES):
             if line := self.spoken(await self.complete(messages)):
                 return line
-        raise ServiceDown(self._config.service, f"the simulated user wrote no line in {self._config.tries} answers")
+        raise ServiceDown(self._config.service, f"the simulated user wrote no line in {TRIES} answers")
 
     async def complete(self, messages: Sequence[ChatMessage]) -> str:
         """Return the helper model's answer without its reasoning. Raises ServiceDown."""
@@ -245,7 +239,7 @@ class CheckedUser(ModelUser):
     async def line(self) -> str:
         """Return the first line that passes the check. Raises ServiceDown."""
         line, messages = await self.propose(self._messages), self._messages
-        for _ in range(self._config.tries - 1):
+        for _ in range(TRIES - 1):
             check = CHECK.format(instruction=self._instruction, conversation=self.conversation(), line=line, stop=STOP)
             answer = await self.complete([ChatMessage(role="user", content=check)])
             if not answer.lower().lstrip("\"'*. ").startswith("false"):
@@ -267,31 +261,6 @@ class RevisingUser(CheckedUser):
     revises = True
 
 
-class DelayedUser:
-    """User who answers after a delay."""
-
-    def __init__(self, user: UserSimulator, delays_s: Iterator[float]) -> None:
-        self._user = user
-        self._delays_s = delays_s
-
-    async def reset(self, instruction: str) -> str:
-        """Return the first line. Raises ServiceDown."""
-        await asyncio.sleep(next(self._delays_s))
-        return await self._user.reset(instruction)
-
-    async def step(self, text: str) -> str:
-        """Return the answer to the agent's text. Raises ServiceDown."""
-        await asyncio.sleep(next(self._delays_s))
-        return await self._user.step(text)
-
-
-def lognormal_delays(mean_s: float, sigma: float, seed: int | str) -> Iterator[float]:
-    """Yield lognormal delays in seconds, without end."""
-    source = random.Random(seed)
-    while True:
-        yield source.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma)
-
-
 _MODEL_USERS: Final[Mapping[SimulatorKind, type[ModelUser]]] = {
     SimulatorKind.LLM: ModelUser,
     SimulatorKind.REACT: ThinkingUser,
@@ -309,10 +278,8 @@ def make_user(config: SimulatorConfig, goal: Goal, services: Services, *, name: 
         orders = frozenset(
             order for action in goal.actions if isinstance(order := action.arguments.get("order_id"), str)
         )
-        user = RuleUser(user_id=goal.user_id, orders=orders, outputs=goal.outputs, patience=config.patience, seed=seed)
+        user = RuleUser(user_id=goal.user_id, orders=orders, outputs=goal.outputs, seed=seed)
     else:
         start = None if config.seed is None else random.Random(seed).getrandbits(31)
         user = _MODEL_USERS[config.simulator](services.model(config.service), config, seed=start)
-    if config.latency_mean_s:
-        user = DelayedUser(user, lognormal_delays(config.latency_mean_s, config.latency_sigma, seed))
     return user

@@ -71,7 +71,7 @@ def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int, so
         of_source = f" of source {source}" if source else ""
         raise TasksParked(
             f"no task{of_source} is left to train on after {step} steps: {parked_line(parked)}; `headrace report` "
-            "shows why each task failed: fix the causes, release the tasks with `headrace tasks unpark RUN --all`, and "
+            "shows why each failed: fix the causes, release the tasks with `headrace ledger unpark RUN --all`, and "
             "resume; or start a new run with a larger buffer.max_attempts or buffer.park_after"
         )
 

@@ -90,6 +90,6 @@ def untrainable(batch: BatchRecord, attempts: Mapping[RolloutId, AttemptRecord])
             reason += f" (its largest rollout is {largest} with {sizes[largest]} trained tokens)"
     return (
         f"batch {batch.batch_id} was tried {batch.tries} times without success: {reason}. Leave it out with `headrace "
-        f"ledger drop-batch RUN {batch.batch_id}`, or remove the cause and continue with `headrace resume RUN "
+        f"ledger repair RUN --drop-batch {batch.batch_id}`, or remove the cause and continue with `headrace resume RUN "
         "--retry-batch`"
     )

@@ -107,7 +107,7 @@ class Interventions:
         chosen = list(parked) if tasks is None else [TaskId(task) for task in dict.fromkeys(tasks)]
         if strangers := [task for task in chosen if task not in parked]:
             raise TaskNotParked(
-                f"{strangers[0]} is not parked: `headrace tasks parked` lists those that are "
+                f"{strangers[0]} is not parked: `headrace status RUN --parked` lists those that are "
                 f"({', '.join(sorted(parked)[:5]) or 'none'}{', ...' if len(parked) > 5 else ''})"
             )
         for task in chosen:

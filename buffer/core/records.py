@@ -69,7 +69,8 @@ class FilterReason(StrEnum):
     ROW_REFUSED = "row_refused"
     """The learner refused one of its rows in a step; its reward counts in the baseline."""
     BATCH_DROPPED = "batch_dropped"
-    """An operator dropped its batch (`headrace ledger drop-batch`); its reward counts in the baseline."""
+    """An operator dropped its batch (`headrace ledger repair RUN --drop-batch BATCH`); its reward counts in the
+    baseline."""
 
 
 class GroupState(StrEnum):

@@ -313,7 +313,7 @@ class BlobFiles:
         except sqlite3.DatabaseError as error:
             raise LedgerRefused(
                 f"{self._path(self._current)} is not readable: {error}: put a copy of it back, or remove it with its "
-                "-wal and -shm files and issue the lost rollouts again with `headrace ledger retry-lost`"
+                "-wal and -shm files and issue the lost rollouts again with `headrace ledger repair RUN --retry-lost`"
             ) from error
 
     def write(self, trajectories: Sequence[StoredTrajectory]) -> int:

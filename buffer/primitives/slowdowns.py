@@ -48,7 +48,7 @@ WHERE: Final[Mapping[SlowKind, str]] = {
     SlowKind.GATE: "engines.simulated",
     SlowKind.TOOL: "agent.simulated",
     SlowKind.RETRIES: "agent.simulated",
-    SlowKind.EVALUATOR: "the expected verdicts of the tasks (docs/simulate.md)",
+    SlowKind.EVALUATOR: "the expected verdicts of the tasks (guide 'Simulating a run')",
 }
 """Tables of a recipe that accept a kind."""
 

@@ -150,7 +150,7 @@ class PythonEvaluator(FilesEvaluator):
 class CheckEvaluator(PythonEvaluator):
     """An evaluator whose `check` is Python source. Exit code 0 means reward 1, exit code 1 means reward 0, and any
     other exit code means that the evaluator failed. A check that binds `reward` returns that reward instead
-    (docs/tasks.md)."""
+    (guide 'Task files')."""
 
     check: Annotated[str, AfterValidator(_source)]
 
@@ -220,8 +220,8 @@ class VerifierEvaluator(PythonEvaluator):
 
 @dataclass(frozen=True, kw_only=True)
 class PluginEvaluator(FilesEvaluator):
-    """A function in another package scores the files that the agent left (docs/extending.md). It defines the meaning of
-    `check` and `expected`."""
+    """A function in another package scores the files that the agent left (guide 'Extending headrace'). It defines the
+    meaning of `check` and `expected`."""
 
     plugin: _Name
     """`package.module:function`, or the name of an entry point."""

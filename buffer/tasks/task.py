@@ -94,7 +94,7 @@ def read_tasks(path: Path) -> Iterator[Task]:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise TaskFileError(f"{path}: cannot be read: {reason}; give the path of a JSONL file of tasks") from error
     if not first_lines:
-        raise TaskFileError(f"{path}: has no tasks; see docs/tasks.md for the format")
+        raise TaskFileError(f"{path}: has no tasks; see the guide 'Task files' for the format")
 
 
 def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
@@ -165,7 +165,7 @@ def parse_task(line: str, folder: Path, *, where: str) -> Task:
     except ValueError as error:
         raise TaskFileError(f"{where}: not valid JSON: {error}; write one JSON object per line") from error
     if not isinstance(document, dict):
-        raise TaskFileError(f"{where}: must be one JSON object, not {type(document).__name__}; see docs/tasks.md")
+        raise TaskFileError(f"{where}: must be one JSON object, not {type(document).__name__} (guide 'Task files')")
     # Replace every `{"file": "relative/path"}` by the text of that file.
     evaluator = document.get("evaluator")
     holders: list[tuple[str, Any]] = [("files", document.get("files"))]
@@ -256,11 +256,11 @@ def _explain(error: ValidationError) -> str:
     match first["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
             of_kind = f" of the kind {steps[-2][1]}" if len(steps) > 2 and steps[-2][0] in _TAGGED else ""
-            return f"{key}: unknown field{of_kind}; remove it or correct its name (docs/tasks.md lists all fields)"
+            return f"{key}: unknown field{of_kind}; remove it or correct its name (guide 'Task files' lists all fields)"
         case "missing" | "missing_keyword_only_argument" | "missing_argument":
-            return f"{key}: is missing; add it (docs/tasks.md lists all fields)"
+            return f"{key}: is missing; add it (guide 'Task files' lists all fields)"
         case "union_tag_not_found":
-            return f"{key}.kind: is missing; add it (docs/tasks.md lists all fields)"
+            return f"{key}.kind: is missing; add it (guide 'Task files' lists all fields)"
         case "union_tag_invalid":
             return f"{key}.kind: must be one of {first['ctx']['expected_tags']}, found {first['ctx']['tag']!r}"
         case "value_error":

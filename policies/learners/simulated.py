@@ -35,6 +35,10 @@ from headrace.policies.models.model_files import weight_files
 
 LOGPROB: Final = -1.0
 """Log-probability of every simulated token."""
+QUEUE_SHARE: Final = 0.05
+"""Share of a turn's generation that it waits in the engine's queue."""
+PREFILL_SHARE: Final = 0.15
+"""Share of a turn's generation until its first token."""
 VOCABULARY: Final = 50_000
 RESOLUTION_S: Final = 1e-3
 """Remaining time below which a turn is over. Timers of uvloop, which Ray uses, have a resolution of milliseconds:
@@ -67,10 +71,6 @@ class SimulatedEnginesConfig(BaseModel):
     """Maximum time that a turn waits for engines that are down before it fails."""
     engines: int = Field(default=1, ge=1)
     """Number of engines, `engine-0`, `engine-1`, ...; all turns of a session are on one of them."""
-    queue_share: float = Field(default=0.05, ge=0, lt=1)
-    """Share of a turn's generation that it waits in the engine's queue."""
-    prefill_share: float = Field(default=0.15, ge=0, lt=1)
-    """Share of a turn's generation until its first token."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Planted slowdowns of the kinds `engine`, `retraction` and `gate`."""
     seed: int = 0
@@ -83,8 +83,6 @@ class SimulatedEnginesConfig(BaseModel):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.queue_share + self.prefill_share >= 1:
-            raise ValueError("queue_share + prefill_share must be below 1, which leaves no time to decode")
         refuse_kinds(self.slowdowns, (SlowKind.ENGINE, SlowKind.RETRACTION, SlowKind.GATE))
         for kind in (SlowKind.ENGINE, SlowKind.RETRACTION):
             refuse_names(self.slowdowns, kind, self.names)
@@ -155,7 +153,7 @@ class SimulatedEngine:
         await self._open()
         config = self.served.config
         engine = config.names[zlib.crc32(session.encode()) % config.engines]
-        queue_s, prefill_s = seconds * config.queue_share, seconds * config.prefill_share
+        queue_s, prefill_s = seconds * QUEUE_SHARE, seconds * PREFILL_SHARE
         draw = f"{session} {first_id}"
         recomputed = self._slowdowns.factor(SlowKind.RETRACTION, engine, draw)
         slow = self._slowdowns.factor(SlowKind.ENGINE, engine, draw) * recomputed

@@ -239,7 +239,7 @@ class EngineProcessConfig(ServerConfig):
     """Maximum number of sequences decoded concurrently."""
     group_timeout_s: float = Field(default=21.0, gt=0)
     """Time limit for forming a weight group, and for transferring one bucket. It is a second longer than the sender's
-    limit (`push.transfer_timeout_s`), which should expire first."""
+    limit (`PushConfig.transfer_timeout_s`), which should expire first."""
 
 
 class EngineProcess(ServerProcess):

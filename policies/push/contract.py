@@ -20,8 +20,8 @@ DEADLINE_MARGIN_S = 1.0
 """
 
 
-class PushConfig(BaseModel):
-    """Settings of weight pushes."""
+class PushSection(BaseModel):
+    """Settings of weight pushes that a recipe has in `[push]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,12 +34,23 @@ class PushConfig(BaseModel):
     """Treatment of running requests: `retract` (they continue after recomputing their cache), `abort` (the gateway
     continues their partial answers), `in_place` (they continue with stale keys and values, marked in their spans). An
     engine that does not report the version of each token is always paused with `abort`."""
-    bucket_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
-    """Maximum size of a bucket; a larger tensor is sent alone."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Transport of the process group."""
     host: str = "127.0.0.1"
     """Address at which engines reach the sender."""
+    verify: Literal["snapshot", "off"] = "snapshot"
+    """Check of the weights that an engine holds after a push: `snapshot` compares their checksums with the snapshot's.
+    SGLang computes checksums differently, so those of its engines are compared with one another: the majority is taken
+    as correct, and an engine that differs when there is none reads the snapshot's directory again, which counts as a
+    further vote. `off` compares nothing."""
+
+
+class PushConfig(PushSection):
+    """All settings of weight pushes. In a run, `actors/run/clocks.py` derives the limits of reading from the size of
+    the model."""
+
+    bucket_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
+    """Maximum size of a bucket; a larger tensor is sent alone."""
     phase_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit for one engine in one phase."""
     transfer_timeout_s: float = Field(default=20.0, gt=0)
@@ -47,17 +58,11 @@ class PushConfig(BaseModel):
     longer, and those of the push's calls two seconds longer."""
     load_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for a sender to read its shard or, with `transport = "disk"`, the directory, before the push changes
-    any engine; about 1 GB is read per second."""
+    any engine."""
     read_timeout_s: float = Field(default=20.0, gt=0)
-    """Time limit for one engine to read the directory, with `transport = "disk"`: the size of the weights divided by
-    the disk's speed, times the engines of a wave, and a margin."""
-    gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
+    """Time limit for one engine to read the directory, with `transport = "disk"`."""
+    gate_lease_s: float = Field(default=60.0, gt=0)
     """Time after which a gate opens if the push that closed it has died; a live push renews this lease."""
-    verify: Literal["snapshot", "off"] = "snapshot"
-    """Check of the weights that an engine holds after a push: `snapshot` compares their checksums with the snapshot's.
-    SGLang computes checksums differently, so those of its engines are compared with one another: the majority is taken
-    as correct, and an engine that differs when there is none reads the snapshot's directory again, which counts as a
-    further vote. `off` compares nothing."""
 
     @property
     def engine_group_timeout_s(self) -> float:

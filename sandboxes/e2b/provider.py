@@ -36,8 +36,10 @@ PROVIDER: Final = "e2b"
 OURS: Final = "headrace"
 KEY: Final = "headrace_key"
 """Metadata keys of every sandbox: a mark that it is ours, and its idempotency key."""
+REQUEST_TIMEOUT_S: Final = 60.0
+"""Timeout of one request to the service."""
 NO_SUDO: Final = {"headrace_sudo": "no"}
-"""Metadata for `headrace sandbox serve`: an agent that is not root cannot become root."""
+"""Metadata for `headrace serve sandbox`: an agent that is not root cannot become root."""
 _KEY_FORM: Final = re.compile(r"[a-z0-9-]{1,255}")
 
 
@@ -63,8 +65,6 @@ class E2bConfig(BaseModel):
     because this provider cannot expose a service."""
     max_frozen_bytes: int = Field(default=64 << 20, gt=0)
     """Largest size of one data path that an evaluation copies from an agent's sandbox into a clean one."""
-    request_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of one request to the service."""
 
 
 class E2bProvider:
@@ -160,7 +160,7 @@ class E2bProvider:
         return "idempotency_key" in inspect.signature(self._kind.create).parameters
 
     def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"request_timeout": self._config.request_timeout_s}
+        options: dict[str, Any] = {"request_timeout": REQUEST_TIMEOUT_S}
         key_file, key = self._config.api_key_file, os.environ.get("E2B_API_KEY", "")
         if key_file is not None:
             try:

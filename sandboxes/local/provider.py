@@ -46,13 +46,11 @@ PROVIDER: Final = "local"
 _LEAST_MEMORY_BYTES: Final = 16 << 20
 
 
-class LocalSandboxConfig(BaseModel):
-    """Limits of one launcher and of each of its sandboxes."""
+class LocalSandboxSection(BaseModel):
+    """Limits of one launcher and of each of its sandboxes: the keys of a recipe's `[sandbox.local]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_sandboxes: int = Field(default=512, ge=1, le=16_000)
-    """Maximum number of live and frozen sandboxes; beyond it, create raises CapacityExceeded."""
     max_live: int | None = Field(default=None, ge=1, le=16_000)
     """Maximum number of sandboxes booting or running; beyond it, create raises CapacityExceeded. None means 64, or
     fewer on a small host; in a run, it means 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that are
@@ -62,8 +60,6 @@ class LocalSandboxConfig(BaseModel):
     layers_in: Path | None = None
     """Folder on the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
     mkfs.ext4). None means they are stored in memory, as part of `memory_bytes`."""
-    min_free_bytes: int = Field(default=256 << 20, ge=0)
-    """Boots are refused (OutOfDisk) while less than this is free on that disk, or in the host's memory."""
     memory_bytes: int | None = Field(default=2 << 30, ge=16 << 20)
     """Memory limit of a sandbox, including its file layer, if its spec has no `memory_bytes`; None for no limit.
     Enforced only where control groups are available (headrace doctor)."""
@@ -78,13 +74,22 @@ class LocalSandboxConfig(BaseModel):
     open on this host, the commands of the sandbox that holds most, and more than its even share, are killed."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
-    answer_timeout_s: float = Field(default=20.0, gt=0)
-    """A launcher that sends no answer for this long (for a boot, measured from the end of the boot timeout) is killed
-    and replaced."""
     image_folder: Path | None = None
     """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
     """Above this total, unused images are evicted, least recently used first."""
+
+
+class LocalSandboxConfig(LocalSandboxSection):
+    """All settings of one launcher."""
+
+    max_sandboxes: int = Field(default=512, ge=1, le=16_000)
+    """Maximum number of live and frozen sandboxes; beyond it, create raises CapacityExceeded."""
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
+    """Boots are refused (OutOfDisk) while less than this is free on the disk of the layers, or in the host's memory."""
+    answer_timeout_s: float = Field(default=20.0, gt=0)
+    """A launcher that sends no answer for this long (for a boot, measured from the end of the boot timeout) is killed
+    and replaced."""
     image_patience_s: float = Field(default=10.0, gt=0)
     """Time for which create waits for an image that is being unpacked; after that it raises ImagePending, and the
     caller asks again. Unpacking goes on meanwhile."""

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from typing import Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -56,8 +56,8 @@ class TokenBucket:
         self._filled_at_s = now if self._filled_at_s is None else max(now, self._filled_at_s)
 
 
-class AdmissionConfig(BaseModel):
-    """Admission limits of one sandbox host or account."""
+class AdmissionSection(BaseModel):
+    """Admission limits of one sandbox host or account that a recipe sets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,6 +74,17 @@ class AdmissionConfig(BaseModel):
     boots_per_s: float = Field(default=1000.0, gt=0)
     """Maximum number of boots that begin per second, including retries; for an account with a rate limit, stay below
     that limit."""
+
+    @model_validator(mode="after")
+    def _reserve_leaves_room(self) -> Self:
+        if self.evaluation_reserve >= self.max_live:
+            raise ValueError(f"evaluation_reserve={self.evaluation_reserve} must be below max_live={self.max_live}")
+        return self
+
+
+class AdmissionConfig(AdmissionSection):
+    """All admission limits of one sandbox host or account."""
+
     burst: int = Field(default=256, ge=1)
     """Maximum number of boots that may begin at once after an idle period."""
     max_waiting: int = Field(default=4096, ge=1)
@@ -83,12 +94,6 @@ class AdmissionConfig(BaseModel):
     failure."""
     breaker_open_s: float = Field(default=5.0, gt=0)
     """Time for which a host that has failed `breaker_failures` times gets no boots; a single boot then probes it."""
-
-    @model_validator(mode="after")
-    def _reserve_leaves_room(self) -> AdmissionConfig:
-        if self.evaluation_reserve >= self.max_live:
-            raise ValueError(f"evaluation_reserve={self.evaluation_reserve} must be below max_live={self.max_live}")
-        return self
 
 
 class Admission:

@@ -151,4 +151,4 @@ def _read(body: bytes, status: int, url: str) -> Any:
         return document
     if status == 200 or status in _NO_ANSWER:
         raise ProviderUnreachable(f"{url} returned {status} without a valid response from an exec server")
-    raise PermanentSandboxError(f"{url} returned {status}: no exec server is running there (`headrace sandbox serve`)")
+    raise PermanentSandboxError(f"{url} returned {status}: no exec server is running there (`headrace serve sandbox`)")

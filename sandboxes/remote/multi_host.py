@@ -1,4 +1,4 @@
-"""Provider over several exec servers, for `headrace sandbox serve --host-url ...`.
+"""Provider over several exec servers, for `headrace serve sandbox --host-url ...`.
 
 Invariants:
 - A key belongs to the first host that received it, as long as that host responds or lists it; a create whose response

@@ -1,4 +1,4 @@
-"""Provider `remote`: sandboxes on another host, through its exec server (`headrace sandbox serve`).
+"""Provider `remote`: sandboxes on another host, through its exec server (`headrace serve sandbox`).
 
 Invariants:
 - A ref's endpoint is the server's base URL and its secret opens one sandbox, so any process with the ref can attach.

@@ -41,8 +41,8 @@ BROKEN: Final = "broken"
 SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)
 
 
-class SimulationConfig(BaseModel):
-    """Latency, capacity and reliability of simulated hosts. Probabilities are from 0 to 1."""
+class SimulationSection(BaseModel):
+    """Latency, capacity and reliability of simulated hosts that a recipe sets. Probabilities are from 0 to 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,32 +58,12 @@ class SimulationConfig(BaseModel):
     """Median boot time."""
     boot_sigma: float = Field(default=0.5, ge=0)
     """Standard deviation of the logarithm of the boot time."""
-    answer_s: float = Field(default=0.01, ge=0)
-    """Latency of every other call."""
-    exec_s: float = Field(default=0.1, ge=0)
-    """Duration of a command."""
     creates_per_s: float | None = Field(default=None, gt=0)
     """Rate above which creates raise RateLimited; None for no limit."""
-    retry_after_s: float = Field(default=1.0, ge=0)
-    """`retry_after_s` of a create that is refused because of the rate limit or a lack of capacity."""
     boot_failure: float = Field(default=0.0, ge=0, le=1)
     """Probability of BootFailed."""
-    ambiguous: float = Field(default=0.0, ge=0, le=1)
-    """Probability that a create makes a sandbox and raises ProviderUnreachable."""
-    lost_create: float = Field(default=0.0, ge=0, le=1)
-    """Probability that a create never returns; half of these make a sandbox."""
-    stuck_sandbox: float = Field(default=0.0, ge=0, le=1)
-    """Probability that a sandbox boots but completes no command."""
-    kill_failure: float = Field(default=0.0, ge=0, le=1)
-    """Probability that a kill raises ProviderUnreachable and does nothing."""
-    life_s: float | None = Field(default=None, gt=0)
-    """Mean lifetime after which sandboxes die on their own; None means never."""
-    ends_leases: bool = True
-    """End sandboxes when their lease ends. If false, only the pool ends them."""
     images: tuple[str, ...] | None = None
     """Known images; None means all."""
-    features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
-    """Features of the provider."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Planted slowdowns of the kinds `host` and `image`."""
 
@@ -108,6 +88,31 @@ class SimulationConfig(BaseModel):
         if self.images is not None:
             refuse_names(self.slowdowns, SlowKind.IMAGE, self.images)
         return self
+
+
+class SimulationConfig(SimulationSection):
+    """All settings of simulated hosts."""
+
+    stuck_sandbox: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a sandbox boots but completes no command."""
+    life_s: float | None = Field(default=None, gt=0)
+    """Mean lifetime after which sandboxes die on their own."""
+    answer_s: float = Field(default=0.01, ge=0)
+    """Latency of every other call."""
+    exec_s: float = Field(default=0.1, ge=0)
+    """Duration of a command."""
+    retry_after_s: float = Field(default=1.0, ge=0)
+    """`retry_after_s` of a create that is refused because of the rate limit or a lack of capacity."""
+    ambiguous: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a create makes a sandbox and raises ProviderUnreachable."""
+    lost_create: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a create never returns; half of these make a sandbox."""
+    kill_failure: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a kill raises ProviderUnreachable and does nothing."""
+    ends_leases: bool = True
+    """End sandboxes when their lease ends. If false, only the pool ends them."""
+    features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
+    """Features of the provider."""
 
     @field_serializer("features", when_used="json")
     def _in_order(self, features: frozenset[Feature]) -> list[str]:
@@ -142,12 +147,12 @@ class SimulatedProvider:
 
     def __init__(
         self,
-        config: SimulationConfig | None = None,
+        config: SimulationSection | None = None,
         execute: Callable[[SandboxId, str], ExecResult] = lambda _sandbox, _command: SUCCESS,
         *,
         name: str = ONLY_HOST,
     ) -> None:
-        self._config = config or SimulationConfig()
+        self._config = SimulationConfig.model_validate(config or SimulationConfig(), from_attributes=True)
         self._execute = execute
         self.name = name
         self._random = random.Random(f"{self._config.seed}.{name}")

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.actors.derivation.clocks import gate_wait_s
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
@@ -82,7 +84,6 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
         "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
         # Must be below the scaled stall clock, as in real time.
         "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},
-        "push": {"gate_lease_s": machine(recipe.push.gate_lease_s)},
     }
 
 
@@ -151,7 +152,7 @@ def read_long_agents(directory: RunDirectory, config: RunConfig, *, completed: b
             for table, keys in scaled_clocks(config).items()
             for key in keys
         }
-        | {"rollout.guard_s": config.rollout.guard_s, "gateway.gate_wait_s": config.gateway.gate_wait_s},
+        | {"rollout.guard_s": config.rollout.guard_s, "gateway.gate_wait_s": gate_wait_s(Terms.of(config))},
         ended_by=ended_by,
         problems=summary.problems,
     )

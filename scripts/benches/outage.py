@@ -31,6 +31,8 @@ from benches.long_agents import (
     WORKLOAD,
     scaled_clocks,
 )
+from headrace.actors.derivation.clocks import gate_wait_s
+from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import ActorLost, RunStalled
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, load_recipe, resolve
@@ -141,7 +143,7 @@ def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: flo
         "buffer": {"batch_size": 32, "group_size": 4, "max_staleness": 2},
         "engines": {
             "backend": "simulated",
-            "simulated": {"push_s": 0.5, "gate_wait_s": max(LEAST_S, recipe.gateway.gate_wait_s / WORKLOAD)},
+            "simulated": {"push_s": 0.5, "gate_wait_s": max(LEAST_S, gate_wait_s(Terms.of(recipe)) / WORKLOAD)},
         },
         "learner": {"kind": "simulated", "simulated": {"step_s": STEP_MINUTES * minute_s}},
         "training": {**clocks["training"], "steps": steps, "save_every": 3},

@@ -27,12 +27,12 @@ This page is written by `scripts/generate cli` from the commands' own help and t
 | [configuration.md](configuration.md) | keys of a recipe, for `--set table.key=value` |
 | [run_directory.md](run_directory.md) | the files that a run writes |
 | [evaluation.md](evaluation.md), [tasks.md](tasks.md) | `headrace eval`, `headrace data` |
-| [reliability.md](reliability.md) | `headrace resume`, `--restarts`, `headrace tasks`, `scripts/soak` |
+| [reliability.md](reliability.md) | `headrace resume`, `--restarts`, `scripts/soak` |
 | [simulate.md](simulate.md), [tuning.md](tuning.md), [stations.md](stations.md) | `simulate`, `tune`, `report` |
-| [engines.md](engines.md), [sglang.md](sglang.md) | `headrace engine` |
-| [gateway.md](gateway.md) | `headrace gateway` |
-| [e2b.md](e2b.md), [remote.md](remote.md) | `headrace sandbox serve` |
-| [services.md](services.md) | `headrace retriever serve` |
+| [engines.md](engines.md), [sglang.md](sglang.md) | `headrace engine`, `headrace serve engine` |
+| [gateway.md](gateway.md) | `headrace serve gateway` |
+| [e2b.md](e2b.md), [remote.md](remote.md) | `headrace serve sandbox` |
+| [services.md](services.md) | `headrace serve retriever` |
 | [buffer.md](buffer.md) | `headrace ledger` |
 """
 DEVELOPMENT = ("quickstart", "test", "check", "setup", "install", "generate")

@@ -19,7 +19,7 @@ HEAD = """# Metrics
 
 A run appends its measurements to `metrics.jsonl` in its directory, one JSON object a line. Every line has `kind` and
 `time_s` (Unix time); the other keys depend on the kind and are listed below. Older lines are in
-`metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first; `[retention]` of the recipe
+`metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first; `telemetry.keep_bytes`
 ([configuration.md](configuration.md)) says how much is kept. Readers should ignore unknown kinds and keys: new versions
 add some. What must survive is in the ledger ([run_directory.md](run_directory.md)).
 

@@ -95,8 +95,8 @@ class SessionUnfinished(WireError):
 
 
 class RequestTimeout(WireError):
-    """The head or the body of the request was not complete in time. Knobs: gateway.header_timeout_s and
-    gateway.body_timeout_s."""
+    """The head or the body of the request was not complete in time. Knobs: GatewayConfig.header_timeout_s and
+    GatewayConfig.body_timeout_s."""
 
     status = 408
     code = "request_timeout"
@@ -104,7 +104,7 @@ class RequestTimeout(WireError):
 
 class TooManyRequests(WireError):
     """The session has too many running requests, or the gateway holds too many bytes of its request bodies. Knob:
-    gateway.max_session_body_bytes."""
+    GatewayConfig.max_body_bytes."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -145,15 +145,15 @@ class InfraError(WireError):
 
 
 class NoEngineOpen(InfraError):
-    """No engine was available in time. Knobs: gateway.gate_wait_s, and the length of a push's gate lease."""
+    """No engine was available in time. Knobs: GatewayConfig.gate_wait_s, and the length of a push's gate lease."""
 
     status = 503
     code = "no_engine_open"
 
 
 class GatewayBusy(InfraError):
-    """The gateway had no room for a request body in time. Knobs: gateway.max_total_body_bytes and
-    gateway.body_timeout_s."""
+    """The gateway had no room for a request body in time. Knobs: GatewayConfig.max_total_body_bytes and
+    GatewayConfig.body_timeout_s."""
 
     status = 503
     code = "gateway_busy"

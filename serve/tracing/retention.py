@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,6 +47,16 @@ class RetentionConfig(BaseModel):
     oldest are removed. Their results and summaries remain."""
     days: float = Field(default=365.0, gt=0)
     """Age at which any of these files is removed, whatever its size."""
+
+    @classmethod
+    def beside(cls, span_bytes: int) -> Self:
+        """Return the limits of a run whose spans may take `span_bytes`, in proportion."""
+        return cls(
+            file_bytes=max(4096, span_bytes // 16),
+            metrics_bytes=span_bytes,
+            log_bytes=max(4096, span_bytes // 4),
+            evaluations_bytes=8 * span_bytes,
+        )
 
 
 class RotatingFile:

@@ -180,7 +180,7 @@ class SpanFile(SpanExporter):
             replace_file(lost_path(self._path), orjson.dumps(lost))
         except OSError:
             return False
-        logger.warning("%d spans are lost so far (%s): see telemetry.max_queue_spans", total, self._path.name)
+        logger.warning("%d spans are lost so far (%s): the disk is slower than the run's spans", total, self._path.name)
         self._stored_lost = total
         return True
 

@@ -51,8 +51,8 @@ END_S: Final = 5.0
 """Time that the end of a process waits for a disk that does not answer."""
 
 
-class TelemetryConfig(BaseModel):
-    """Destinations and limits of spans."""
+class TelemetrySection(BaseModel):
+    """Destinations and limits of spans that a recipe has in `[telemetry]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,13 +75,8 @@ class TelemetryConfig(BaseModel):
     """Private file with the token of the page; needed for an address other than loopback. None makes a token."""
     keep_bytes: int = Field(default=2**30, ge=4096)
     """Limit for the total size of the run's span files, which are compressed. Beyond it, the oldest ordinary spans are
-    removed, and those of slow and failed rollouts last."""
-    max_file_bytes: int = Field(default=8 * 2**20, ge=4096)
-    """Size at which a span file is ended and compressed."""
-    max_queue_spans: int = Field(default=16384, ge=512)
-    """Largest number of spans of a process that wait to be written; further ones are lost, and counted."""
-    flush_interval_s: float = Field(default=1.0, gt=0)
-    """Longest time that an ended span stays in memory before it is written."""
+    removed, and those of slow and failed rollouts last. The other records of a run have limits in proportion: metrics
+    the same, each log a quarter, the conversations and patches of finished evaluations eight times as much."""
 
     @model_validator(mode="after")
     def _addresses(self) -> Self:
@@ -92,6 +87,17 @@ class TelemetryConfig(BaseModel):
         if self.otlp_endpoint is not None:
             check_receiver(self.otlp_endpoint, self.otlp_protocol)
         return self
+
+
+class TelemetryConfig(TelemetrySection):
+    """All settings of spans."""
+
+    max_file_bytes: int = Field(default=8 * 2**20, ge=4096)
+    """Size at which a span file is ended and compressed."""
+    max_queue_spans: int = Field(default=16384, ge=512)
+    """Largest number of spans of a process that wait to be written; further ones are lost, and counted."""
+    flush_interval_s: float = Field(default=1.0, gt=0)
+    """Longest time that an ended span stays in memory before it is written."""
 
 
 def check_receiver(url: str, protocol: OtlpProtocol) -> None:

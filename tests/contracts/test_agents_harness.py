@@ -218,8 +218,9 @@ async def test_a_failing_program_is_reported_and_not_graded(world: World) -> Non
     assert report.log_tail == "out\n\n--- standard error ---\ntrouble\n"
 
 
-async def test_a_flood_of_output_is_captured_completely(world: World) -> None:
-    report = await world.run("head -c 20000000 /dev/zero | tr '\\0' x; echo; echo '{\"last\": 1}'", max_log_bytes=4096)
+async def test_a_flood_of_output_is_captured_completely(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.actors.agents.programs.cli_agent.MAX_LOG_BYTES", 4096)
+    report = await world.run("head -c 20000000 /dev/zero | tr '\\0' x; echo; echo '{\"last\": 1}'")
     assert report.result == '{"last": 1}'
     assert len(report.log_tail) <= 4096
 

@@ -353,7 +353,7 @@ def test_the_program_shuts_down_on_a_signal(tmp_path: Path) -> None:
     (tmp_path / "images.toml").write_text('tools = "host"\n')
     options = ["--state", str(tmp_path / "state"), "--keys", str(tmp_path / "keys")]
     options += ["--image-map", str(tmp_path / "images.toml"), "--metadata-image-key", "acme/image"]
-    with subprocess.Popen([headrace, "sandbox", "serve", *options], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([headrace, "serve", "sandbox", *options], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         asyncio.run(stream_until_the_end(url, process))
@@ -384,7 +384,7 @@ async def test_a_server_recovers_the_sandboxes_of_its_killed_predecessor(
     tmp_path: Path, wire: Callable[..., Any]
 ) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
-    command = [headrace, "sandbox", "serve", "--state", str(tmp_path / "state")]
+    command = [headrace, "serve", "sandbox", "--state", str(tmp_path / "state")]
     box = None
     ends = [("--keep-sandboxes", signal.SIGKILL), ("--keep-sandboxes", signal.SIGTERM), ("", signal.SIGTERM), ("", 0)]
     for option, number in ends:
@@ -410,7 +410,7 @@ def test_invalid_options_print_one_line_and_exit_with_code_2(tmp_path: Path) -> 
     (tmp_path / "bad.toml").write_text("a = {b = 1}\n")
     for options in (["--host", "0.0.0.0"], ["--image-map", str(tmp_path / "bad.toml")]):
         done = subprocess.run(
-            [headrace, "sandbox", "serve", *options], capture_output=True, text=True, check=False, timeout=60
+            [headrace, "serve", "sandbox", *options], capture_output=True, text=True, check=False, timeout=60
         )
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert options[0] in done.stderr

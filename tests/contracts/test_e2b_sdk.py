@@ -1,4 +1,4 @@
-"""The unmodified e2b SDK, newest 2.x and 2.25.1, blocking and asyncio, against `headrace sandbox serve`."""
+"""The unmodified e2b SDK, newest 2.x and 2.25.1, blocking and asyncio, against `headrace serve sandbox`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scenario_names() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server_url() -> Iterator[str]:
-    command = [HEADRACE, "sandbox", "serve", "--port", "0", "--json", "-"]
+    command = [HEADRACE, "serve", "sandbox", "--port", "0", "--json", "-"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -73,7 +73,7 @@ async def answer(method: str, url: str, **more: Any) -> tuple[int, Any]:
 async def test_the_sandbox_server_is_installed_without_ray(wheel: Path, tmp_path: Path) -> None:
     programs = installed(wheel, "sandbox", tmp_path / "env")
     headrace = programs / "headrace"
-    with serving(headrace, "sandbox", "serve", address=tmp_path / "address.json") as url:
+    with serving(headrace, "serve", "sandbox", address=tmp_path / "address.json") as url:
         status, box = await answer(
             "POST", f"{url}/v2/sandboxes", json={"templateID": "base"}, headers={"X-API-KEY": "x"}
         )
@@ -82,7 +82,7 @@ async def test_the_sandbox_server_is_installed_without_ray(wheel: Path, tmp_path
     assert "pip install 'headrace[run]'" in refusal(headrace, "run", recipe)
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    words = ("gateway", "--engine", "http://127.0.0.1:1", "--tokenizer", folder)
+    words = ("serve", "gateway", "--engine", "http://127.0.0.1:1", "--tokenizer", folder)
     assert "pip install 'headrace[gateway]'" in refusal(headrace, *words)
 
 
@@ -90,6 +90,7 @@ async def test_the_gateway_is_installed_without_ray(wheel: Path, tmp_path: Path)
     headrace = installed(wheel, "gateway", tmp_path / "env") / "headrace"
     folder = rigs.write_tokenizer(tmp_path / "tokenizer")
     words = (
+        "serve",
         "gateway",
         "--engine",
         "http://127.0.0.1:1",
@@ -100,4 +101,4 @@ async def test_the_gateway_is_installed_without_ray(wheel: Path, tmp_path: Path)
     )
     # It has loaded the tokenizer and everything else when it finds that no engine answers.
     assert "127.0.0.1:1" in refusal(headrace, *words, status=75)
-    assert "pip install 'headrace[sandbox]'" in refusal(headrace, "sandbox", "serve")
+    assert "pip install 'headrace[sandbox]'" in refusal(headrace, "serve", "sandbox")

@@ -456,8 +456,8 @@ async def test_a_client_service_is_reachable_only_below_its_prefix(proxy: Any, s
 
 @asynccontextmanager
 async def child(*options: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-    """Run `headrace sandbox serve` as a process; yields its URL."""
-    command = [HEADRACE, "sandbox", "serve", *options]
+    """Run `headrace serve sandbox` as a process; yields its URL."""
+    command = [HEADRACE, "serve", "sandbox", *options]
     process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -582,7 +582,7 @@ async def test_all_three_apis_work_with_remote_hosts(wire: Callable[..., Any]) -
     ],
 )
 def test_invalid_options_print_a_one_line_message(options: tuple[str, ...], exit_code: int) -> None:
-    command = [HEADRACE, "sandbox", "serve", *options]
+    command = [HEADRACE, "serve", "sandbox", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == exit_code
     assert done.stderr.splitlines()[-1].startswith("headrace: "), done.stderr

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.namespaces
 def exec_server() -> Iterator[str]:
     """URL of one server for all tests of this module; each test closes its provider, which empties the server."""
     headrace = str(Path(sys.executable).with_name("headrace"))
-    command = [headrace, "sandbox", "serve", "--api", "exec"]
+    command = [headrace, "serve", "sandbox", "--api", "exec"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

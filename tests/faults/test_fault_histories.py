@@ -191,7 +191,7 @@ def test_an_untrainable_batch_ends_the_run_after_two_attempts(
         f"BatchUntrainable: batch b000003 was tried 2 times without success: {type(error).__name__}: {error}" in ended
     )
     assert "the longest row has" in ended
-    assert "headrace ledger drop-batch" in ended
+    assert "headrace ledger repair RUN --drop-batch b000003" in ended
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.db")) as ledger:
         assert ledger.execute("SELECT max(epoch) FROM epochs").fetchone() == (learners,)
         assert ledger.execute("SELECT tries FROM batches WHERE batch_id = 'b000003'").fetchone() == (2,)
@@ -289,7 +289,7 @@ def test_the_same_seed_gives_the_same_history_in_another_process() -> None:
 def test_the_faults_command_prints_the_report() -> None:
     logging.disable(logging.CRITICAL)
     try:
-        result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json"])
+        result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json", "-"])
     finally:
         logging.disable(logging.NOTSET)
     assert result.exit_code == 0

@@ -160,7 +160,7 @@ def open_attempts(directory: RunDirectory) -> set[tuple[str, int]]:
 
 
 def every_rollout_is_in_view(directory: RunDirectory) -> None:
-    """Each attempt of the ledger has ended, or `trace running` lists it. Actors outlive their driver by a moment, and
+    """Each attempt of the ledger has ended, or `status --running` has it. Actors outlive their driver by a moment, and
     go on meanwhile: what was open before the list was made and is open after it must be in it."""
     before = open_attempts(directory)
     listed = {(row.rollout_id, row.attempt) for row in in_flight(directory, driven=directory.is_driven())}

@@ -59,7 +59,7 @@ def undone_and_gap(run: ClusterRun) -> tuple[int, float]:
 def test_an_upgrade_under_load_undoes_no_step(cluster: Cluster) -> None:
     run = cluster.submit("simulated.toml", *QUICK, "training.steps=14", name="upgraded")
     run.wait_for_step(4)
-    record = command(cluster, "upgrade", run.run_id, "--owner", run.owner)
+    record = command(cluster, "stop", run.run_id, "--restart", "--owner", run.owner)
     assert record["desired"] == "upgraded"
     wait_until(lambda: any(text.startswith("starts under headrace") for text in events(run)), "the upgrade")
     upgraded_at = run.steps()
@@ -77,7 +77,9 @@ def test_a_node_drained_under_load_costs_no_step_and_no_rollout(cluster: Cluster
     run = cluster.submit("simulated.toml", *QUICK, "training.steps=30", name="drained-node")
     run.wait_for_step(3)
     with_learner = next(number for number in WORKERS if cluster.has_actor(number, "LearnerLoop"))
-    [node] = [one for one in command(cluster, "node", "list") if one["address"] == cluster.hosts[with_learner].address]
+    [node] = [
+        one for one in command(cluster, "status", "--nodes") if one["address"] == cluster.hosts[with_learner].address
+    ]
     assert node["runs"] == [run.run_id]
     assert node["free_disk_bytes"] > 0
     left = command(cluster, "node", "drain", node["address"], "--deadline-s", "60", host=CONTROL)
@@ -116,6 +118,6 @@ def test_a_redis_that_hangs_is_named(cluster: Cluster) -> None:
     wait_until(lambda: any("answers again, after" in text for text in events(run)), "its return")
     print([text for text in events(run) if "the head" in text])
     assert run.status()["head"] == ""
-    cluster.headrace("stop", run.run_id, "--address", cluster.ray.address, "--owner", run.owner)
+    cluster.headrace("stop", run.run_id, "--now", "--address", cluster.ray.address, "--owner", run.owner)
     assert run.wait_for_end()["state"] == "stopped"
     assert cluster.left_over() == []

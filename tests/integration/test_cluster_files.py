@@ -19,14 +19,14 @@ pytestmark = [
 
 def node_of(cluster: Cluster, number: int) -> str:
     """Return the Ray id of a host's living node."""
-    output = cluster.headrace("node", "list", "--address", cluster.ray.address, "--json", "-")
+    output = cluster.headrace("status", "--nodes", "--address", cluster.ray.address, "--json", "-")
     nodes, _ = json.JSONDecoder().raw_decode(output[output.index("[") :])
     [node] = [str(each["node"]) for each in nodes if each["address"] == cluster.hosts[number].address]
     return node
 
 
 def running(cluster: Cluster, run: ClusterRun) -> list[dict[str, Any]]:
-    words = ("trace", "running", str(STATE / run.run_id), "--json", "-")
+    words = ("status", str(STATE / run.run_id), "--running", "--json", "-")
     output = cluster.headrace(*words, host=cluster.control)
     rows: list[dict[str, Any]]
     rows, _ = json.JSONDecoder().raw_decode(output[output.index("[") :])

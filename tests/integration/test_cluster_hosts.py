@@ -48,7 +48,7 @@ async def serving(host: Host, folder: Path) -> AsyncIterator[RemoteProvider]:
     log.write_bytes(b"")  # it may have that of this host before its boot
     headrace = Path(sys.executable).with_name("headrace")
     options = ("--host", host.address, "--port", str(PORT), "--keys", str(folder / "keys"), "--state", "/tmp/state")
-    server = host.start(str(headrace), "sandbox", "serve", *options, log=log)
+    server = host.start(str(headrace), "serve", "sandbox", *options, log=log)
     url = f"http://{host.address}:{PORT}"
     while url not in log.read_text(encoding="utf-8"):
         assert server.poll() is None, log.read_text(encoding="utf-8")

@@ -68,7 +68,7 @@ def found_or_submitted(cluster: Cluster, name: str) -> ClusterRun:
 
 
 def test_files_are_rotated_on_the_control_node(cluster: Cluster) -> None:
-    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", "retention.file_bytes=4096", name="rotated")
+    run = cluster.submit("simulated.toml", *QUICK, "training.steps=24", "telemetry.keep_bytes=65536", name="rotated")
     run.check_finished(24)
     assert list(run.directory.path.glob("metrics-*.jsonl"))
     assert run.directory.metrics.stat().st_size < 2 * 4096
@@ -140,14 +140,14 @@ def test_a_ledger_older_than_its_checkpoints_is_refused(cluster: Cluster) -> Non
     run = cluster.submit("simulated.toml", *QUICK, "training.steps=400", name="older-ledger")
     run.wait_for_step(5)
     words = (run.run_id, "--address", cluster.ray.address, "--owner", run.owner)
-    cluster.headrace("drain", *words)
+    cluster.headrace("stop", *words)
     assert run.wait_for_end()["state"] == "drained"
     state = run.directory.path
     older = state.with_name("older")
     shutil.copytree(state, older, symlinks=True)
     cluster.headrace("resume", *words)
     run.wait_for_step(run.steps() + 6)
-    cluster.headrace("drain", *words)
+    cluster.headrace("stop", *words)
     assert run.wait_for_end()["state"] == "drained"
     for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm", "archive.db"):
         (state / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`headrace engine serve` as a program."""
+"""`headrace serve engine` as a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from headrace.sandboxes.host.key_files import make_key, read_key
 
-COMMAND = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "engine", "serve")
+COMMAND = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "serve", "engine")
 
 
 @asynccontextmanager
@@ -55,7 +55,7 @@ async def test_the_server_prints_its_url_and_exits_on_sigterm(
             pytest.skip("SGLang is not installed: scripts/install sglang")
     announced = tmp_path / "announced.json"
     options = ("--backend", backend, "--model", tiny_model_dir, "--weight-version", "1.7", "--max-context", 512)
-    async with started(*options, "--announce", announced, "--directory", tmp_path) as process:
+    async with started(*options, "--json", announced, "--directory", tmp_path) as process:
         assert process.stdout is not None
         url = (await process.stdout.readline()).decode().strip()
         async with aiohttp.ClientSession() as session, session.get(f"{url}/model_info") as response:

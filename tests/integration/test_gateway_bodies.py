@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from headrace.serve.gateway.capture.session import Budgets
 from headrace.serve.gateway.http.config import GatewayConfig
@@ -102,8 +101,6 @@ async def test_a_parsed_body_counts_no_longer(model_dir: Path) -> None:
 
 
 def test_a_session_may_have_one_body_at_least() -> None:
-    with pytest.raises(ValidationError, match="less than one body may have"):
-        GatewayConfig(max_session_body_bytes=2**20)
     assert GatewayConfig(max_body_bytes=2**20).session_body_bytes == 2**21
 
 

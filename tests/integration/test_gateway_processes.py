@@ -1,4 +1,5 @@
-"""`headrace gateway --processes 2` as a program: sessions are placed, requests find them, processes are replaced."""
+"""`headrace serve gateway --processes 2` as a program: sessions are placed, requests find them, processes are
+replaced."""
 
 from __future__ import annotations
 

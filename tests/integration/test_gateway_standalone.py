@@ -1,4 +1,5 @@
-"""`headrace gateway` as its users start it: one line with its address, one line for an error, a clean shutdown."""
+"""`headrace serve gateway` as its users start it: one line with its address, one line for an error, a clean
+shutdown."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ async def start(*options: str) -> Process:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        HEADRACE, "gateway", *options, env=environment, stdout=pipe, stderr=pipe
+        HEADRACE, "serve", "gateway", *options, env=environment, stdout=pipe, stderr=pipe
     )
 
 

@@ -116,7 +116,7 @@ async def test_what_is_no_model_is_refused_with_its_key(tmp_path: Path) -> None:
 
 
 async def test_an_address_in_use_and_an_engine_that_dies_end_the_command_with_one_line(chat_model: Path) -> None:
-    command = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "model", "serve")
+    command = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "serve", "model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process = await asyncio.create_subprocess_exec(

@@ -86,7 +86,8 @@ def test_each_kind_of_source_is_added_listed_checked_and_pruned(tmp_path: Path, 
     # The source is not needed any more.
     subprocess.run(("rm", "-r", tmp_path / "folder"), check=True)
     for kind in ("folder", "docker"):
-        done = run("check", kind, "--json", "-", folder=folder)
+        words = ("doctor", "--image", kind, "--image-folder", str(folder), "--json", "-")
+        done = CliRunner().invoke(app, words)
         report = json.loads(done.stdout)
         assert (done.exit_code, report["root"], report["user"], report["programs"]["bash"]) == (0, True, True, True)
         assert report["boot_p50_ms"] > 0

@@ -343,8 +343,9 @@ async def test_a_score_belongs_to_the_tokens_of_its_turn_in_every_row(model_dir:
     assert all(texts[number + 1].startswith(text.rstrip()) for number, text in enumerate(said))
 
 
-async def test_late_votes_do_not_outlast_the_agents_deadline(model_dir: Path) -> None:
-    judge = {"rule": "support.judging_rules:hangs_on_the_first", "votes": 1, "grace_s": 600.0}
+async def test_late_votes_do_not_outlast_the_agents_deadline(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.actors.agents.loop.judge.GRACE_S", 600.0)
+    judge = {"rule": "support.judging_rules:hangs_on_the_first", "votes": 1}
     config = LoopConfig.model_validate({"max_turns": 2, "judge": judge})
     async with world(model_dir, Lines("one", "two")) as w:
         report, _ = await play(w, LoopAgent(config, Repeating()), ECHO_TASK, agent_s=1.0)

@@ -49,7 +49,7 @@ def served(run: Path, folder: Path) -> Iterator[tuple[str, str]]:
     """The page of a run, as `headrace observe` serves it: its URL and its token."""
     address = folder / f"{run.name}.json"
     address.unlink(missing_ok=True)
-    server = start_driver("observe", str(run), "--address-file", str(address))
+    server = start_driver("observe", str(run), "--json", str(address))
     try:
         wait_for(address.exists, server)
         document = json.loads(address.read_text())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +22,19 @@ from headrace.actors.services.clients import ServiceClients
 from headrace.actors.services.config import ServiceConfig
 from headrace.actors.services.rule_user import STOP
 from headrace.actors.services.service import Services
-from headrace.actors.services.user_simulators import lognormal_delays
 from headrace.actors.simulation.virtual.virtual_time import run_virtual
 from support.retail_shop import CANCEL, OneModel, retail_task, secret_of, write_shop
 from support.scripted_service import ScriptedService, completion
 
 SESSIONS, LINES = 64, 6
 MEAN_S, SIGMA = 1.0, 0.5
+
+
+def lognormal_delays(mean_s: float, sigma: float, seed: str) -> Iterator[float]:
+    """Yield lognormal delays in seconds, without end."""
+    source = random.Random(seed)
+    while True:
+        yield source.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma)
 
 
 @dataclass

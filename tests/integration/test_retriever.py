@@ -47,7 +47,7 @@ GOOD = '{"id": "1", "contents": "a"}\n'
 @contextmanager
 def served(corpus: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run the command for the block, and yield its process and its URL."""
-    command = (*HEADRACE, "retriever", "serve", "--corpus", str(corpus), *options)
+    command = (*HEADRACE, "serve", "retriever", "--corpus", str(corpus), *options)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
@@ -77,7 +77,7 @@ async def running(corpus: Path, folder: Path) -> AsyncIterator[dict[str, str]]:
 
 
 async def test_the_server_keeps_the_contract(corpus: Path, tmp_path: Path) -> None:
-    with served(corpus, "--address-file", str(tmp_path / "address.json")) as (process, url):
+    with served(corpus, "--json", str(tmp_path / "address.json")) as (process, url):
         body = {"queries": ["town7", "town9 castle"], "topk": 2}
         status, plain = await posted(f"{url}/retrieve", body)
         assert status == 200

@@ -119,7 +119,7 @@ class Cluster:
         log = folder / f"sandboxes-{number}.log"
         log.write_bytes(b"")
         options = ("--host", self.hosts[number].address, "--port", str(SANDBOX_PORT), "--keys", str(folder / "keys"))
-        server = self.start("sandbox", "serve", *options, "--state", "/tmp/sandboxes", log=log, host=number)
+        server = self.start("serve", "sandbox", *options, "--state", "/tmp/sandboxes", log=log, host=number)
         wait_until(lambda: url in log.read_text(encoding="utf-8") or server.poll() is not None, "the sandbox server")
         assert server.poll() is None, log.read_text(encoding="utf-8")
         return url
@@ -196,7 +196,7 @@ class ClusterRun:
 
     def wait_for_end(self, timeout_s: float = GUARD_S) -> dict[str, Any]:
         """Return the status of the ended run."""
-        words = ("events", self.run_id, "--address", self.cluster.ray.address, "--owner", self.owner)
+        words = ("status", self.run_id, "--events", "--address", self.cluster.ray.address, "--owner", self.owner)
         self.cluster.headrace(*words, timeout_s=timeout_s)
         return self.status()
 

@@ -1,4 +1,4 @@
-"""`headrace gateway` as a program that may be killed, and that a supervisor starts again on its port."""
+"""`headrace serve gateway` as a program that may be killed, and that a supervisor starts again on its port."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def gateway_program(
     port = quiet_port()
     program = GatewayProgram(
         command=(
-            str(Path(sys.executable).with_name("headrace")), "gateway", "--engine", ",".join(engine_urls),
+            str(Path(sys.executable).with_name("headrace")), "serve", "gateway", "--engine", ",".join(engine_urls),
             "--tokenizer", str(model_dir), "--port", str(port), "--state", str(state),
             "--admin-token-file", str(token), "--json", "-", *options,
         ),

@@ -120,7 +120,7 @@ _NAMES = {
     "ray.util.client.server": "Ray client server",
     "headrace.policies.cpu_engine": "engine",
     "headrace.policies.push.sender": "sender of weights",
-    "sandbox serve": "sandbox server",
+    "serve sandbox": "sandbox server",
 }
 
 

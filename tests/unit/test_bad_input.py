@@ -89,7 +89,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ('[model]\npath = "x"\n[tasks]\ntrain = "a.jsonl"\n', "tasks.train and tasks.heldout go together"),
         ('[model]\npath = "x"\n[evaluation]\ntasks = 65\n', "is above tasks.heldout_count"),
         ('[model]\npath = "x"\n[gateway]\nturn_timeout_s = 600\n', "gateway.turn_timeout_s 600 is not below"),
-        ('[model]\npath = "x"\n[rollout]\nguard_s = 100\n', "rollout.guard_s 100 is below"),
         ('[model]\npath = "x"\n[dispatcher]\nslots_per_worker = 500\n', "raise max_live or lower the number of slots"),
         ('[model]\npath = "x"\n[engines]\nmax_context_tokens = 64\n', "engines.max_context_tokens 64 is below"),
         ('[model]\npath = "x"\n', "has no config.json"),
@@ -208,12 +207,12 @@ def test_an_invalid_environment_is_a_one_line_error_naming_the_key_or_task(
 
 
 @pytest.mark.parametrize("provider", ["oci", "subprocess"])
-def test_a_removed_sandbox_provider_is_refused_with_what_replaces_it(
+def test_an_unknown_sandbox_provider_is_refused_with_those_that_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, provider: str
 ) -> None:
-    says = f"sandbox.provider: {provider} was removed; use local"
+    says = f"sandbox.provider: there is no sandbox provider '{provider}'; available: local, remote, e2b, simulated"
     assert says in refused(monkeypatch, capsys, recipe, "--sandbox", provider)
-    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "{provider}"\n[sandbox.{provider}]\n')
+    recipe.write_text(f'[model]\npath = "{MODEL}"\n[sandbox]\nprovider = "{provider}"\n')
     assert says in refused(monkeypatch, capsys, recipe)
 
 
@@ -260,7 +259,11 @@ def test_a_key_file_that_others_can_read_is_refused(
         ("learner.threads=100000", "learner.threads: Input should be less than or equal to 1024"),
         ("learner.weight_cap=inf", "learner.weight_cap is infinite; set a finite number"),
         ("learner.betas=[0.9, 1.0]", "learner.betas.1: Input should be less than 1"),
-        ("push.read_timeout_s=inf", "push.read_timeout_s is infinite; set a finite number"),
+        ("dispatcher.pacing.enabled=true", "unknown key dispatcher.pacing.enabled; it is now dispatcher.pacing = true"),
+        ("dispatcher.pacing={increase = 4}", "unknown key dispatcher.pacing.increase; it is no longer a key, since"),
+        ("retention.days=3", "unknown key retention; it is no longer a table: all limits follow from telemetry.keep_"),
+        ("push.read_timeout_s=300", "unknown key push.read_timeout_s; it is no longer a key: it follows from the size"),
+        ("rollout.queue_timeout_s=inf", "rollout.queue_timeout_s is infinite; set a finite number"),
     ],
 )
 def test_an_invalid_override_is_a_one_line_error(
@@ -278,7 +281,7 @@ def test_missing_sglang_is_refused_before_the_run_folder_is_created(
     assert "engines.sglang.python" in error
 
 
-@pytest.mark.parametrize("command", ["run", "eval", "doctor", "sandbox serve"])
+@pytest.mark.parametrize("command", ["run", "eval", "doctor", "serve sandbox"])
 @pytest.mark.parametrize(
     ("name", "says"),
     [("missing", "cannot be written: No such file"), ("x" * 90, "is too long"), ("theirs", "belongs to another user")],

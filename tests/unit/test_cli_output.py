@@ -43,7 +43,7 @@ def test_brackets_and_colons_are_printed_literally(capsys: pytest.CaptureFixture
 
 
 def test_the_help_shows_the_lines_of_a_key_file() -> None:
-    said = CliRunner().invoke(app, ["sandbox", "serve", "--help"], env={"COLUMNS": "200"}).output
+    said = CliRunner().invoke(app, ["serve", "sandbox", "--help"], env={"COLUMNS": "200"}).output
     assert "name:key[:max_sandboxes]" in re.sub(r"\x1b\[[0-9;]*m", "", said)
 
 

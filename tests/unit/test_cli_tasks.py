@@ -67,7 +67,7 @@ def headrace(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def parked_in(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], run: RunDirectory) -> list:
     capfdbinary.readouterr()
-    assert headrace(monkeypatch, "tasks", "parked", run.path, "--json", "-") == 0
+    assert headrace(monkeypatch, "status", run.path, "--parked", "--json", "-") == 0
     return orjson.loads(capfdbinary.readouterr().out)
 
 
@@ -78,9 +78,9 @@ def test_parked_tasks_are_listed_and_released(
     assert first["hosts"] == ["a", "b"]
     assert first["last_failure"] == "no such image"
     assert first["parked_at_s"] < second["parked_at_s"]
-    assert headrace(monkeypatch, "tasks", "unpark", run.path, first["task_id"]) == 0
+    assert headrace(monkeypatch, "ledger", "unpark", run.path, first["task_id"]) == 0
     assert [task["task_id"] for task in parked_in(monkeypatch, capfdbinary, run)] == [second["task_id"]]
-    assert headrace(monkeypatch, "tasks", "unpark", run.path, "--all") == 0
+    assert headrace(monkeypatch, "ledger", "unpark", run.path, "--all") == 0
     assert parked_in(monkeypatch, capfdbinary, run) == []
     assert verify(run.path).clean
 
@@ -88,12 +88,12 @@ def test_parked_tasks_are_listed_and_released(
 def test_invalid_releases_are_refused_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunDirectory
 ) -> None:
-    assert headrace(monkeypatch, "tasks", "unpark", run.path, "nobody") == cli.EXIT_BAD_INPUT
+    assert headrace(monkeypatch, "ledger", "unpark", run.path, "nobody") == cli.EXIT_BAD_INPUT
     assert "nobody is not parked" in capsys.readouterr().err
-    assert headrace(monkeypatch, "tasks", "unpark", run.path) == cli.EXIT_BAD_INPUT
+    assert headrace(monkeypatch, "ledger", "unpark", run.path) == cli.EXIT_BAD_INPUT
     assert "--all" in capsys.readouterr().err
     with sole_driver(run):
-        assert headrace(monkeypatch, "tasks", "unpark", run.path, "--all") == cli.EXIT_BAD_INPUT
+        assert headrace(monkeypatch, "ledger", "unpark", run.path, "--all") == cli.EXIT_BAD_INPUT
     assert "is being driven by another process" in capsys.readouterr().err
 
 
@@ -103,4 +103,4 @@ def test_status_shows_why_orders_are_held(
     assert headrace(monkeypatch, "status", run.path) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert "is holding back orders: no engine serves, since 2023-11-14 22:" in told
-    assert f"has 2 parked tasks: headrace tasks parked {run.path}" in told
+    assert f"has 2 parked tasks: headrace status {run.path} --parked" in told

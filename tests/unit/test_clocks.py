@@ -11,6 +11,7 @@ from headrace.actors.derivation import clocks
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, load_recipe
+from headrace.policies.push.contract import PushConfig
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 AGENTS = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code")
@@ -26,7 +27,7 @@ def test_the_timeouts_of_an_agent_recipe_allow_half_hour_agents(recipe: str) -> 
     rollout = config.rollout
     assert rollout.agent_timeout_s == 1800
     assert config.gateway.turn_timeout_s == 600
-    assert config.gateway.gate_wait_s == 156, "three missed health checks, then the start of another engine"
+    assert clocks.gate_wait_s(Terms.of(config)) == 156, "three missed health checks, then the start of another engine"
     assert rollout.guard_s == 60 + 30 + 5 + 3 * 30 + 1800 + 1800
     assert config.training.stage_timeout_s == 1800
     assert config.service.stall_s == 3600
@@ -46,7 +47,11 @@ def test_a_long_wait_for_absent_actors_is_not_a_stall() -> None:
 
 def test_the_quickstart_notices_a_stall_within_minutes() -> None:
     config = config_of("quickstart")
-    assert (config.service.stall_s, config.gateway.turn_timeout_s, config.gateway.gate_wait_s) == (180, 20, 20)
+    assert (config.service.stall_s, config.gateway.turn_timeout_s, clocks.gate_wait_s(Terms.of(config))) == (
+        180,
+        20,
+        20,
+    )
 
 
 def test_a_resolved_configuration_keeps_its_timeouts() -> None:
@@ -63,17 +68,10 @@ def test_a_configured_timeout_is_not_derived() -> None:
     ("overrides", "names"),
     [
         (["gateway.turn_timeout_s=1800"], ("gateway.turn_timeout_s", "rollout.agent_timeout_s")),
-        (["gateway.gate_wait_s=2000"], ("gateway.gate_wait_s", "rollout.agent_timeout_s")),
-        (["push.transfer_timeout_s=1900"], ("push.transfer_timeout_s", "rollout.agent_timeout_s")),
-        (
-            ["push.transport=disk", "push.read_timeout_s=1900"],
-            ("push.read_timeout_s", "rollout.agent_timeout_s"),
-        ),
+        (["rollout.agent_timeout_s=15"], ("rollout.agent_timeout_s", "one bucket of a push")),
         (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
-        (["push.gate_lease_s=30"], ("service.hang_s", "push.gate_lease_s")),
         (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),
         (["cluster.absent_s=4000", "service.stall_s=3600"], ("cluster.absent_s", "service.stall_s")),
-        (["rollout.guard_s=1000"], ("rollout.guard_s", "agent_timeout_s")),
         (["service.stall_s=180"], ("service.stall_s", "rollout.agent_timeout_s")),
         (
             ["service.stall_s=2000", "engines.health_timeout_s=1000"],
@@ -101,12 +99,19 @@ def test_a_simulated_step_longer_than_its_stage_is_refused() -> None:
 
 
 def test_a_push_timeout_covers_all_its_buckets() -> None:
-    config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
-    one, ten = clocks.push_s(config.push, 1), clocks.push_s(config.push, 10_000_000)
-    assert ten - one == 9 * 20
-    disk = config_of("claude_code", "push.transport=disk", "push.read_timeout_s=50", "push.load_timeout_s=70")
-    phases_s = clocks.PUSH_PHASES * disk.push.phase_timeout_s
-    assert clocks.push_s(disk.push, 10_000_000) == phases_s + 70 + 2 * 50, "an engine may read twice"
+    push = PushConfig(transfer_timeout_s=20, bucket_bytes=1_000_000)
+    assert clocks.push_s(push, 10_000_000) - clocks.push_s(push, 1) == 9 * 20
+    disk = PushConfig(transport="disk", read_timeout_s=50, load_timeout_s=70)
+    phases_s = clocks.PUSH_PHASES * disk.phase_timeout_s
+    assert clocks.push_s(disk, 10_000_000) == phases_s + 70 + 2 * 50, "an engine may read twice"
+
+
+def test_limits_of_reading_weights_follow_from_their_size() -> None:
+    small = clocks.push_config(Terms.of(config_of("claude_code")), 1_000_000)
+    assert (round(small.load_timeout_s), round(small.read_timeout_s), small.gate_lease_s) == (300, 20, 60)
+    slow = config_of("claude_code", "push.wave_size=2", "service.hang_s=90")
+    large = clocks.push_config(Terms.of(slow), 70 * 10**9)
+    assert (large.load_timeout_s, large.read_timeout_s, large.gate_lease_s) == (580, 580, 90)
 
 
 def test_a_long_engine_health_timeout_is_not_a_stall() -> None:

@@ -8,14 +8,18 @@ import re
 import runpy
 import sqlite3
 import sys
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from generators.command import COMPARED, main, stale
 
+from headrace.actors.cli.app import app
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
@@ -128,6 +132,56 @@ def test_documentation_pages_named_in_the_code_exist() -> None:
     assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
 
 
+def test_texts_of_the_product_name_guides_by_their_titles() -> None:
+    """Users of an installed package have no docs folder."""
+    titles = {page.read_text().splitlines()[0].removeprefix("# ") for page in PAGES}
+    named, paths = set(), []
+    for path in (path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        nodes = [node for statement in tree.body[ast.get_docstring(tree) is not None :] for node in ast.walk(statement)]
+        for text in [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]:
+            paths += [f"{path.name}: {page}" for page in re.findall(r"docs/[\w-]+\.md", text)]
+            named |= set(re.findall(r"guide '([^']+)'", " ".join(text.split())))
+    assert paths == []
+    assert len(named) > 5
+    assert named <= titles
+
+
+def tables_of(page: Path) -> Iterator[list[list[str]]]:
+    """Yield the tables of a page as rows of cells, the header first."""
+    rows: list[list[str]] = []
+    for line in [*re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif rows:
+            yield rows
+            rows = []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_tables_have_as_many_cells_as_their_header(page: Path) -> None:
+    for header, *rows in tables_of(page):
+        assert [row for row in rows if len(row) != len(header)] == []
+
+
+def test_defaults_of_keys_are_toml_and_the_keys_are_at_most_330() -> None:
+    rows = [
+        (header, row)
+        for name in ("configuration", "simulation_keys")
+        for header, _, *rows in tables_of(ROOT / "docs" / f"{name}.md")
+        for row in rows
+    ]
+    assert all(header == ["key", "default", "meaning"] for header, _ in rows)
+    for _, (_, default, meaning) in rows:
+        assert default in ("required", "unset") or default.startswith(("derived: ", "`"))
+        assert "None" not in meaning
+        if default.startswith("`"):
+            tomllib.loads(f"value = {default.strip('`').replace(chr(92) + '|', '|')}")
+    keys = [row[0] for _, row in rows if not row[0].startswith("[")]
+    assert 200 < len(keys) <= 330
+    assert len(rows) - len(keys) >= 80, "the keys that most users set come first"
+
+
 def test_the_glossary_has_at_most_60_words() -> None:
     words = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary")[1]
     assert 10 < sum(line.startswith("| ") for line in words.splitlines()) - 1 <= 60
@@ -178,3 +232,70 @@ def test_each_failure_of_the_page_has_a_test_with_its_number() -> None:
             if not texts or not re.search(rf"(?:\b|_){number}(?:\b|_)", texts[0], re.IGNORECASE):
                 wrong.append(f"{number}: {path}::{name}")
     assert not wrong
+
+
+def command_words() -> dict[str, Any]:
+    """Return all commands of `headrace` by their words; a group is there too, without a command."""
+    found: dict[str, Any] = {}
+
+    def add(words: str, command: Any) -> None:
+        found[words] = None if hasattr(command, "commands") else command
+        for name, part in getattr(command, "commands", {}).items():
+            add(f"{words} {name}".strip(), part)
+
+    add("", typer.main.get_command(app))
+    return found
+
+
+MENTION = re.compile(r"(?:`|^|\$ |bin/)headrace ((?:[a-z][\w-]*)(?: [^`\n;#|&]*)?)", re.MULTILINE)
+PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves", "tasks"}
+"""Words after the name `headrace` in sentences, and in a seed."""
+
+
+def mentions() -> Iterator[tuple[str, str]]:
+    """Yield each command of `headrace` that a page, script or text of the product names, and where."""
+    places = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "scripts").rglob("*")]
+    places += [path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")]
+    for path in places:
+        if path.is_file() and path.suffix in {".md", ".py", ".toml", ".yaml", ""} and "__pycache__" not in path.parts:
+            text = path.read_text()
+            if path.suffix == ".py":
+                nodes = ast.walk(ast.parse(text))
+                text = "\n".join(
+                    " ".join(node.value.split())
+                    for node in nodes
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                )
+            for said in MENTION.findall(text):
+                if said.split()[0] not in PROSE:
+                    yield path.name, said.strip()
+
+
+def refused_mention(said: str, known: dict[str, Any]) -> str:
+    """Return what is wrong with a command; empty if there is one with such words and options."""
+    words = said.split()
+    depth = max(number for number in range(4) if " ".join(words[:number]) in known)
+    command, rest = known[" ".join(words[:depth])], words[depth:]
+    if command is None:
+        # A group alone names all its commands, and so does `...`.
+        return "" if not rest or rest[0].startswith(("...", "-", "[")) or "|" in rest[0] else "no such command"
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    given = {word.strip("[].,()'").partition("=")[0] for word in own if word.strip("[(").startswith("--")}
+    return ", ".join(sorted(given - options - {"--verbose", "--help", "--version"}))
+
+
+def test_each_command_that_a_text_names_exists_with_its_options() -> None:
+    known = command_words()
+    found = list(mentions())
+    assert len(found) > 300
+    assert [(place, said, wrong) for place, said in found if (wrong := refused_mention(said, known))] == []
+    assert refused_mention("engine absent RUN", known) and refused_mention("run x.toml --absent", known)
+
+
+def test_all_commands_that_write_json_name_its_file_alike() -> None:
+    """Scripts that read what a command or server writes need one option for all."""
+    for words, command in command_words().items():
+        names = {name: parameter for parameter in command.params for name in parameter.opts} if command else {}
+        assert not names.keys() & {"--announce", "--address-file"}, words
+        assert "--json" not in names or not names["--json"].is_flag, words

@@ -56,7 +56,7 @@ def test_engines_that_are_gone_or_leaving_do_not_return() -> None:
     for engine_id in (ONE, TWO):
         with pytest.raises(ValueError, match="cannot become serving"):
             registry.serves(engine_id, V1)
-    with pytest.raises(EngineUnknown, match="headrace engine list"):
+    with pytest.raises(EngineUnknown, match="headrace status RUN --engines"):
         registry.leaving(THREE)
 
 

@@ -147,16 +147,33 @@ def run(tmp_path: Path) -> Path:
     return directory.path
 
 
-@pytest.mark.parametrize("command", ["list", "status"])
-def test_status_and_engine_list_show_the_engines(run: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("options", [["--engines"], []])
+def test_status_shows_the_engines(run: Path, tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "out.json"
-    arguments = ["engine", "list", "--run", str(run)] if command == "list" else ["status", str(run)]
+    arguments = ["status", str(run), *options]
     assert CliRunner().invoke(app, [*arguments, "--json", str(out)]).exit_code == 0
     [engine] = orjson.loads(out.read_bytes())["engines"]
     assert (engine["engine_id"], engine["version"], engine["running"]) == ("h:1", "1.4", 2)
     told = CliRunner().invoke(app, arguments)
     assert told.exit_code == 0
     assert all(word in told.output for word in ("quarantined", "2+1", "it hangs"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--engines"], "--engines needs a run: name its directory, or its id on a cluster"),
+        (["RUN", "--engines", "--parked"], "--engines and --parked: one at a time; leave one out"),
+        (["RUN", "--running", "--url", "http://h:1"], "--running reads the run's directory: name that on its control"),
+        (["RUN", "--events"], "this is for runs of a cluster: name it with --address or --url"),
+        (["--nodes"], "this is for runs of a cluster: name it with --address or --url"),
+    ],
+)
+def test_options_of_status_that_cannot_be_shown_are_refused(run: Path, options: list[str], says: str) -> None:
+    words = ["status", *(str(run) if option == "RUN" else option for option in options)]
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, ConfigError)
+    assert says in str(refused)
 
 
 def test_requests_to_a_run_without_a_driver_fail(run: Path) -> None:

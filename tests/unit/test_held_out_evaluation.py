@@ -204,11 +204,12 @@ async def test_an_evaluation_uses_no_training_slot_inventory_or_batch(tmp_path: 
     assert not [rollout for rollout in evidence.rollouts if rollout.rollout_id.startswith("step-1")]
 
 
-async def test_a_cancelled_attempt_still_has_an_answer(tmp_path: Path) -> None:
+async def test_a_cancelled_attempt_still_has_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.actors.rollouts.dispatcher.EVALUATION_ATTEMPTS", 1)
     task = replace(held_out("wait")[0], id=TaskId("none-held"))
     async with (
         opened(tmp_path / "run", [task]) as actors,
-        actors.dispatcher(evaluation_attempts=1) as dispatcher,
+        actors.dispatcher() as dispatcher,
         asyncio.timeout(WAIT_S),
         asyncio.TaskGroup() as group,
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 
 import pytest
 
@@ -21,10 +22,12 @@ from support.scripted_service import ScriptedService, completion, text
 from support.scripted_service import json as answer_with
 
 
-def judge(rule: str = "", services: Services = NO_SERVICES, **settings: object) -> Judge:
+def judge(
+    rule: str = "", services: Services = NO_SERVICES, shown: Mapping[str, int] | None = None, **settings: object
+) -> Judge:
     voter = {"rule": f"support.judging_rules:{rule}"} if rule else {"service": "judge"}
     config = JudgeConfig.model_validate({**voter, **settings})
-    return Judge(config=config, services=services, task="one", problem="Begin.")
+    return Judge(config=config, services=services, task="one", problem="Begin.", **(shown or {}))
 
 
 def step(turn: int) -> Step:
@@ -83,7 +86,8 @@ async def test_late_votes_are_given_up_after_the_grace() -> None:
 
 
 async def test_the_judge_sees_the_steps_before_and_nothing_later() -> None:
-    one = judge("sees_only_the_past", history_steps=2, history_characters=1, problem_characters=3, votes=1)
+    shown = {"history_steps": 2, "history_characters": 1, "problem_characters": 3}
+    one = judge("sees_only_the_past", shown=shown, votes=1)
     for turn in range(1, 6):
         one.see(step(turn))
     assert (await one.finish(10)).scores == dict.fromkeys(range(1, 6), 1.0)

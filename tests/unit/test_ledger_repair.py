@@ -318,29 +318,29 @@ async def begin_and_end(run_dir: Path) -> None:
     await (await begin(run_dir)).store.aclose()
 
 
-def test_the_repair_commands_change_a_run_that_has_ended(monkeypatch, capsys, named_run: Path, tmp_path: Path) -> None:
+def test_repairs_change_a_run_that_has_ended(monkeypatch, capsys, named_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
-    def said(command: str) -> dict:
-        assert headrace(monkeypatch, "ledger", command, named_run, "--json", out) == 0
+    def said(command: str, *options: str) -> dict:
+        assert headrace(monkeypatch, "ledger", command, named_run, *options, "--json", out) == 0
         return json.loads(out.read_bytes())
 
     asyncio.run(begin_and_end(named_run))
-    dropped = said("drop-batch")
+    dropped = said("repair", "--drop-batch", "held")
     assert (dropped["batch_id"], len(dropped["members"])) == ("b000003", 4)
     report = said("verify")
     assert (report["batches_dropped"], report["clean"]) == (["b000003"], True)
     shutil.rmtree(named_run / "trajectories")
-    assert len(said("retry-lost")["issued_again"]) == 7
+    assert len(said("repair", "--retry-lost")["issued_again"]) == 7
     report = said("verify")
     assert (report["retried"], report["clean"]) == (7, True)
-    assert said("retry-lost") == {"issued_again": [], "lost": 0, "problems": []}
+    assert said("repair", "--retry-lost") == {"issued_again": [], "lost": 0, "problems": []}
 
 
-@pytest.mark.parametrize("command", ["drop-batch", "retry-lost"])
-def test_the_repair_commands_refuse_a_live_or_empty_run(monkeypatch, capsys, named_run: Path, command: str) -> None:
+@pytest.mark.parametrize("options", [["--drop-batch", "held"], ["--retry-lost"]])
+def test_the_repair_command_refuses_a_live_or_empty_run(monkeypatch, capsys, named_run: Path, options) -> None:
     def refused() -> str:
-        assert headrace(monkeypatch, "ledger", command, named_run) != 0
+        assert headrace(monkeypatch, "ledger", "repair", named_run, *options) != 0
         (line,) = capsys.readouterr().err.strip().splitlines()
         return line
 
@@ -356,11 +356,17 @@ def test_the_repair_commands_refuse_a_live_or_empty_run(monkeypatch, capsys, nam
     assert read_evidence(named_run) == before
 
 
+@pytest.mark.parametrize("options", [[], ["--retry-lost", "--drop-batch", "held"]])
+def test_exactly_one_repair_is_asked_for(monkeypatch, capsys, named_run: Path, options) -> None:
+    assert headrace(monkeypatch, "ledger", "repair", named_run, *options) == cli.EXIT_BAD_INPUT
+    assert "name one repair: --drop-batch BATCH or --retry-lost" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_loss_that_cannot_be_retried_is_reported(monkeypatch, capsys, named_run: Path) -> None:
     asyncio.run(begin_and_end(named_run))
     with closing(sqlite3.connect(named_run / "archive.db")) as database, database:
         database.execute("UPDATE rollouts SET state = 'evicted', batch_id = NULL WHERE rollout_id = 'g000000-0'")
-    assert headrace(monkeypatch, "ledger", "retry-lost", named_run) == cli.EXIT_DIRTY
+    assert headrace(monkeypatch, "ledger", "repair", named_run, "--retry-lost") == cli.EXIT_DIRTY
     assert "1 are still lost" in capsys.readouterr().err
 
 
@@ -412,7 +418,7 @@ def test_an_unusable_ledger_is_reported_in_one_line_with_the_fix(
 ) -> None:
     asyncio.run(begin_and_end(named_run))
     spoil(named_run)
-    assert headrace(monkeypatch, "ledger", "drop-batch", named_run) == cli.EXIT_BAD_INPUT
+    assert headrace(monkeypatch, "ledger", "repair", named_run, "--drop-batch", "held") == cli.EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert "Traceback" not in error
     (line,) = error.strip().splitlines()

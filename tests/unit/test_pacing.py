@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 import pytest
-from pydantic import ValidationError
 
 from headrace.actors.record.files.utilisation import Station
 from headrace.actors.rollouts.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
@@ -126,11 +125,6 @@ def test_the_limit_never_exceeds_the_slots() -> None:
     assert limit.look(QUEUED, 2, 10.0) == 2
 
 
-def test_a_starting_limit_below_the_minimum_is_refused() -> None:
-    with pytest.raises(ValidationError, match="raise start or lower least"):
-        PacingConfig(start=4, least=8)
-
-
 def test_a_dispatcher_has_fewer_in_flight_while_engines_are_overloaded() -> None:
     """In virtual time: overloaded for ten minutes, then not; rollouts take half a minute."""
     plan = SimulationPlan(
@@ -140,7 +134,7 @@ def test_a_dispatcher_has_fewer_in_flight_while_engines_are_overloaded() -> None
         durations=DurationsConfig(mean_s=30.0, median_s=30.0, cap_s=60.0),
         learner_s=1.0,
         push_s=0.1,
-        pacing=CONFIG,
+        pacing=True,
     )
 
     async def history() -> list[int]:
@@ -159,6 +153,6 @@ def test_a_dispatcher_has_fewer_in_flight_while_engines_are_overloaded() -> None
         return seen
 
     seen = run_virtual(history())
-    assert max(seen[30:60]) <= CONFIG.least
+    assert max(seen[30:60]) <= PacingConfig().least
     assert min(seen[30:60]) > 0
     assert max(seen[90:]) == 16

@@ -46,14 +46,14 @@ async def test_nodes_are_listed_and_drained_by_admins(
     root, out = options(url, tmp_path, "root"), tmp_path / "out.json"
 
     def session() -> None:
-        command(root, "node", "list")
+        command(root, "status", "--nodes")
         command(root, "node", "drain", NODE.address, "--deadline-s", "5", "--json", str(out))
         with pytest.raises(ConfigError, match="`self` needs --address"):
             command(root, "node", "drain", "self")
         with pytest.raises(ConfigError, match="no living node"):
             command(root, "node", "drain", "10.9.9.9", "--deadline-s", "5")
         with pytest.raises(RoleTooSmall, match="admin is needed"):
-            command(options(url, tmp_path, "alice"), "node", "list")
+            command(options(url, tmp_path, "alice"), "status", "--nodes")
 
     await asyncio.to_thread(session)
     printed = capsys.readouterr()
@@ -68,9 +68,11 @@ async def test_a_live_run_is_upgraded_and_an_ended_one_is_not(
 ) -> None:
     run_id = (await rig.runs.submit(ALICE, "a", RECIPE, "k")).run_id
     alice = options(url, tmp_path, "alice")
-    await asyncio.to_thread(command, alice, "upgrade", "a")
+    await asyncio.to_thread(command, alice, "stop", "a", "--restart")
     assert f"run {run_id} (a): starting, should be running" in capsys.readouterr().err
     assert "starts under headrace 0" in [event.text for event in (await rig.runs.events(ALICE, run_id, 0, 0.0)).events]
     await rig.runs.go(run_id, ActualState.FINISHED)
     with pytest.raises(RunRefused, match="resume it"):
-        await asyncio.to_thread(command, alice, "upgrade", "a")
+        await asyncio.to_thread(command, alice, "stop", "a", "--restart")
+    with pytest.raises(ConfigError, match="--now and --restart"):
+        await asyncio.to_thread(command, alice, "stop", "a", "--restart", "--now")

@@ -99,7 +99,7 @@ async def test_a_client_that_is_interrupted_only_detaches(
         if client.returncode is None:
             client.kill()
             await client.wait()
-    assert b"detached; the run goes on: headrace events" in told
+    assert b"detached; the run goes on: headrace status " in told
     [record] = await rig.runs.runs(ALICE)
     assert record.is_live
 
@@ -162,18 +162,18 @@ async def test_runs_are_changed_and_shown_by_name(
 
     def session() -> None:
         command(api, "engine", "add", "http://h:1", "--run", "small", "--timeout-s", "5")
-        command(api, "engine", "list", "--run", "small", "--json", str(tmp_path / "engines.json"))
+        command(api, "status", "small", "--engines", "--json", str(tmp_path / "engines.json"))
         command(api, "engine", "remove", "added-1", "--run", "small", "--timeout-s", "5")
-        command(api, "drain", "small")
+        command(api, "stop", "small")
         command(api, "resume", record.run_id, "--set", "training.steps=2")
-        command(api, "stop", "small", "--json", str(tmp_path / "stopped.json"))
+        command(api, "stop", "small", "--now", "--json", str(tmp_path / "stopped.json"))
         command(api, "status")
         command(api, "status", "--json", str(tmp_path / "runs.json"))
         command(api, "status", "small")
         command(api, "status", "small", "--json", str(tmp_path / "status.json"))
         command(api, "report", "small")
         remote_runs.print_logs(api, "small", Wanted(actor="service"), follow=True, render=as_json)
-        command(api, "events", "small", "--after", "1")
+        command(api, "status", "small", "--events", "--after", "1")
 
     await asyncio.to_thread(session)
     printed = capsys.readouterr()
@@ -193,12 +193,12 @@ async def test_runs_are_changed_and_shown_by_name(
 async def test_the_newest_run_of_a_name_is_meant(rig: ControlRig, api: ClusterOptions, recipe: Path) -> None:
     for _ in range(2):
         await submit(api, recipe, "a")
-        await asyncio.to_thread(command, api, "stop", "a")
+        await asyncio.to_thread(command, api, "stop", "a", "--now")
     await submit(api, recipe, "a")
-    await asyncio.to_thread(command, api, "drain", "a")
+    await asyncio.to_thread(command, api, "stop", "a")
     assert [record.actual.value for record in await rig.runs.runs(ALICE)] == ["stopped", "stopped", "drained"]
     with pytest.raises(RunUnknown, match="headrace status"):
-        await asyncio.to_thread(command, api, "drain", "b")
+        await asyncio.to_thread(command, api, "stop", "b")
 
 
 @pytest.mark.parametrize("path", RECIPE_PATHS, ids=".".join)

@@ -410,7 +410,7 @@ def test_a_batch_that_kills_the_learner_twice_is_no_longer_issued(stocked):
     again, version = learner_dies(stocked, version, 2)
     assert (again.batch_id, again.tries) == (batch.batch_id, 2)
     before = stocked.drain()
-    with pytest.raises(BatchUntrainable, match=r"b000001 was tried 2 times.*died in the step.*drop-batch RUN b000001"):
+    with pytest.raises(BatchUntrainable, match=r"b000001 was tried 2 times.*died in the step.*--drop-batch b000001"):
         stocked.take(version, 3, 4.0)
     assert before
     assert stocked.drain() == ()

@@ -34,7 +34,6 @@ CONFIG = RolloutConfig(
     prepare_timeout_s=5,
     agent_timeout_s=40,
     evaluate_timeout_s=30,
-    guard_s=200,
 )
 EVER_S = 1e6
 TASK = Task(id=TaskId("t"), family="f", instruction="i", evaluator=NoEvaluator())

@@ -41,7 +41,6 @@ def recipe_with(folder: Path, table: str, name: str = "wiki") -> RunConfig:
         (f'kind = "model"\n{URL}\ncorpus = "wiki.jsonl"', "services.wiki: corpus is for retrievers"),
         (f'kind = "parts:Mine"\n{URL}', "services.wiki: kind parts:Mine takes settings only; move url into settings"),
         (f"{URL}\nsettings = {{a = 1}}", "services.wiki: settings are for classes of other packages"),
-        (f"{URL}\nmin_concurrency = 65", "services.wiki: min_concurrency 65 is above max_concurrency 64"),
         (f"{URL}\nretry.total_s = 600", "services.wiki.retry.total_s 600 is not below rollout.agent_timeout_s 600"),
         (f"{URL}\nmax_concurency = 2", "unknown key services.wiki.max_concurency; did you mean services.wiki.max_con"),
         (f"{URL}\nprice.request = -1", "services.wiki.price.request: "),

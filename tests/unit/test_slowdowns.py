@@ -71,8 +71,8 @@ def seconds(usage: SessionUsage) -> dict[str, float]:
 
 
 def test_a_session_reports_the_time_of_its_parts_engine_and_tokens() -> None:
-    usage = usage_of_session({"engines": 3, "queue_share": 0.1, "prefill_share": 0.2})
-    assert seconds(usage) == {"gate": 3, "engine.queue": 2, "engine.prefill": 4, "engine.decode": 14, "tool.bash": 4}
+    usage = usage_of_session({"engines": 3})
+    assert seconds(usage) == {"gate": 3, "engine.queue": 1, "engine.prefill": 3, "engine.decode": 16, "tool.bash": 4}
     assert (usage.segments[0][1], usage.segments[-1][2]) == (-27.0, 0.0)
     assert usage.engines[0] in {"engine-0", "engine-1", "engine-2"}
     assert (usage.tools, usage.retractions) == (("bash",), 0)
@@ -81,8 +81,8 @@ def test_a_session_reports_the_time_of_its_parts_engine_and_tokens() -> None:
 
 
 def test_a_pause_counts_as_gate_wherever_it_cuts_a_turn() -> None:
-    usage = usage_of_session({"queue_share": 0.1, "prefill_share": 0.2}, pause=True)
-    assert seconds(usage) == {"gate": 23, "engine.queue": 2, "engine.prefill": 4, "engine.decode": 14, "tool.bash": 4}
+    usage = usage_of_session({}, pause=True)
+    assert seconds(usage) == {"gate": 23, "engine.queue": 1, "engine.prefill": 3, "engine.decode": 16, "tool.bash": 4}
 
 
 def test_only_sessions_on_the_slow_engine_decode_slowly() -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from typer.testing import CliRunner
 
-from headrace.actors.cli.trace import trace_app
+from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.telemetry.slow import advice
 from headrace.actors.telemetry.slow.comparison import compare
@@ -205,21 +206,32 @@ async def test_what_cannot_be_compared_is_refused_in_one_line(run: Path, a: str,
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("command", ["slow", "running"])
-def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("words", [("trace", "slow"), ("status", "--running")])
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path, words: tuple[str, str]) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        found = CliRunner().invoke(trace_app, [command, str(folder)])
+        found = CliRunner().invoke(app, [*words, str(folder)])
         assert isinstance(found.exception, LedgerRefused)
         assert "name the directory of a run" in str(found.exception)
 
 
 async def test_an_html_file_that_cannot_be_written_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
-    found = CliRunner().invoke(trace_app, ["show", str(run), "g000000-0", "--html", str(tmp_path / "no" / "w.html")])
+    found = CliRunner().invoke(app, ["trace", "show", str(run), "g000000-0", "--html", str(tmp_path / "no" / "w.html")])
     assert isinstance(found.exception, ConfigError)
     assert "cannot be written (No such file or directory); name a file" in str(found.exception)
-    found = CliRunner().invoke(trace_app, ["show", str(run), "g000000-0", "--html", str(tmp_path / "w.html")])
+    found = CliRunner().invoke(app, ["trace", "show", str(run), "g000000-0", "--html", str(tmp_path / "w.html")])
     assert found.exit_code == 0
     assert (tmp_path / "w.html").read_text().startswith("<!doctype html>")
+
+
+async def test_two_rollouts_are_shown_side_by_side(run: Path, tmp_path: Path) -> None:
+    pair = ["trace", "show", str(run), "g000000-0", "g000000-1"]
+    assert "total" in CliRunner().invoke(app, pair, catch_exceptions=False).stdout
+    written = CliRunner().invoke(app, [*pair, "--json", "-"], catch_exceptions=False).stdout
+    found = compare(read_times(run), "g000000-0", "g000000-1").to_json()
+    assert orjson.loads(written) == orjson.loads(orjson.dumps(found))
+    refused = CliRunner().invoke(app, [*pair, "--html", str(tmp_path / "w.html")]).exception
+    assert isinstance(refused, ConfigError)
+    assert str(refused) == "--html draws one rollout: leave out --html or the second one"
 
 
 async def test_unknown_and_ambiguous_rollouts_are_refused_in_one_line(run: Path) -> None:

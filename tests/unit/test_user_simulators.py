@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import statistics
 
 import pytest
 
 from headrace.actors.services.rule_user import STOP, RuleUser, Script
 from headrace.actors.services.service import ServiceDown
 from headrace.actors.services.user_simulators import (
-    DelayedUser,
     Goal,
     SimulatorConfig,
     SimulatorKind,
     UserSimulator,
-    lognormal_delays,
     make_user,
 )
 from support.retail_shop import OneModel, ScriptedModel
@@ -179,22 +175,8 @@ async def test_delays_do_not_block_other_users() -> None:
             return await super().step(text)
 
     async def talk(seed: int) -> str:
-        user = DelayedUser(Meeting(seed=seed), lognormal_delays(0.001, 0.5, seed))
+        user = Meeting(seed=seed)
         await user.reset(WISHES)
         return await user.step("Anything else?")
 
     assert await asyncio.gather(talk(1), talk(2)) == [TOLD[1]] * 2
-
-
-def test_delays_have_the_given_mean_and_repeat_for_a_seed() -> None:
-    first, second = ([*itertools.islice(lognormal_delays(2.0, 0.5, "s"), 4000)] for _ in range(2))
-    assert first == second
-    assert statistics.mean(first) == pytest.approx(2.0, rel=0.05)
-    assert min(first) > 0
-
-
-async def test_a_configured_latency_delays_the_user() -> None:
-    config = SimulatorConfig(latency_mean_s=0.001)
-    user = make_user(config, Goal(instruction=WISHES), OneModel(), name="t1")
-    assert isinstance(user, DelayedUser)
-    assert TOLD[0] in await user.reset(WISHES)

@@ -110,7 +110,7 @@ class LoopAgent:
         judgement = None
         if talk.judge is not None:
             left_s = math.inf if session.agent_s is None else opened_s + session.agent_s + MAX_LATE_S - clock()
-            judgement = await talk.judge.finish(min(self._config.judge.grace_s, left_s))
+            judgement = await talk.judge.finish(left_s)
             end = replace(end, artifacts={**end.artifacts, ARTIFACT: judgement.artifact()})
         return AgentReport(
             stop=stop,

@@ -38,6 +38,10 @@ You judge one step of an agent that works on a problem in a shell. Decide whethe
 a solution. An informative look counts as progress; repetition, errors that could have been avoided and irrelevant \
 commands do not. Judge only this step: you are not told how the work ended. Reason briefly, and end with \\boxed{+1} \
 if the step helps and \\boxed{-1} if it does not."""
+MAX_TOKENS: Final = 4096
+"""Maximum number of tokens of one vote."""
+GRACE_S: Final = 30.0
+"""Longest wait for late votes after the agent's end; it ends with the agent's deadline."""
 _BOXED: Final = re.compile(r"\\boxed\{\s*(\+?1|-1)\s*\}")
 
 
@@ -60,18 +64,6 @@ class JudgeConfig(BaseModel):
     """Weight of the scores beside the outcome's reward."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of the votes."""
-    max_tokens: int = Field(default=4096, ge=1)
-    """Maximum number of tokens of one vote."""
-    history_steps: int = Field(default=8, ge=0)
-    """Number of earlier steps that the judge is shown."""
-    problem_characters: int = Field(default=8000, ge=1)
-    """Maximum number of characters of the problem that the judge is shown."""
-    output_characters: int = Field(default=4000, ge=1)
-    """Maximum number of characters of the step's observation."""
-    history_characters: int = Field(default=1000, ge=1)
-    """Maximum number of characters of each earlier observation."""
-    grace_s: float = Field(default=30.0, ge=0)
-    """Longest wait for late votes after the agent's end, in seconds; it ends with the agent's deadline."""
 
     @model_validator(mode="after")
     def _has_one_voter(self) -> Self:
@@ -155,23 +147,30 @@ class Judge:
     task: str
     """Id of the task, which decides the seeds of votes together with the turn."""
     problem: str
+    history_steps: int = 8
+    """Number of earlier steps that the judge is shown."""
+    problem_characters: int = 8000
+    """Maximum number of characters of the problem that the judge is shown."""
+    output_characters: int = 4000
+    """Maximum number of characters of the step's observation."""
+    history_characters: int = 1000
+    """Maximum number of characters of each earlier observation."""
     _steps: list[Step] = field(default_factory=list)
     _votes: dict[int, list[asyncio.Task[int | None]]] = field(default_factory=dict)
 
     def see(self, step: Step, *, judged: bool = True) -> None:
         """Start the votes on a step, if it is judged; later steps have it in their history in any case."""
         if judged:
-            config = self.config
-            recent = self._steps[len(self._steps) - min(len(self._steps), config.history_steps) :]
+            recent = self._steps[len(self._steps) - min(len(self._steps), self.history_steps) :]
             view = StepToJudge(
-                problem=self.problem[: config.problem_characters],
-                history=tuple(_cut(one, config.history_characters) for one in recent),
-                step=_cut(step, config.output_characters),
+                problem=self.problem[: self.problem_characters],
+                history=tuple(_cut(one, self.history_characters) for one in recent),
+                step=_cut(step, self.output_characters),
             )
             # In an empty context, since the time in services of this one is the agent's.
             self._votes[step.turn] = [
                 asyncio.get_running_loop().create_task(self._vote(view, vote), context=Context())
-                for vote in range(config.votes)
+                for vote in range(self.config.votes)
             ]
         self._steps.append(step)
 
@@ -185,18 +184,18 @@ class Judge:
             else:
                 seed = vote_seed(f"{self.task}/{view.step.turn}", vote)
                 text = await self.services.model(config.service).complete(
-                    view.messages(), max_tokens=config.max_tokens, temperature=config.temperature, seed=seed
+                    view.messages(), max_tokens=MAX_TOKENS, temperature=config.temperature, seed=seed
                 )
             return vote_in(text)
         except Exception as error:  # noqa: BLE001 - a rule of another package may raise anything
             logger.warning("a vote on turn %d of task %s is lost: %s", view.step.turn, self.task, error)
             return None
 
-    async def finish(self, grace_s: float) -> Judgement:
-        """Return the votes; those that take longer than `grace_s` from now are missing."""
+    async def finish(self, left_s: float) -> Judgement:
+        """Return the votes; those that take longer than `left_s` or GRACE_S from now are missing."""
         every = [vote for votes in self._votes.values() for vote in votes]
         if every:
-            await asyncio.wait(every, timeout=max(0.0, grace_s))
+            await asyncio.wait(every, timeout=max(0.0, min(GRACE_S, left_s)))
         # Read before late votes are cancelled.
         votes = {
             turn: tuple(one.result() if one.done() else None for one in ones) for turn, ones in self._votes.items()

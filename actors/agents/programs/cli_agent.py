@@ -39,6 +39,10 @@ FOLDERS: Final = "/opt/headrace/agents"
 INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
 """Guard against hangs; the agent's deadline is tracked separately."""
+HOME: Final = "/home/agent"
+"""Home directory of the agent; it is created and given to the user."""
+MAX_LOG_BYTES: Final = 65536
+"""Number of bytes kept from the end of standard output."""
 _STDERR_BYTES: Final = 8192
 _SIGKILL: Final = 9
 _START: Final = """
@@ -66,8 +70,6 @@ class ProgramConfig(BaseModel):
     user: str = "1000"
     """User that runs the program: a user name that exists in the image, or a number. This user is made the owner of the
     working directory, which copies every image file in it; with `root`, nothing is copied."""
-    home: str = Field(default="/home/agent", pattern=r"^/[^\x00]+$")
-    """Home directory of the agent; it is created and given to the user."""
     working_directory: str = ""
     """Working directory; if empty, the task's repository, or `/workspace` if there is none."""
     prompt: str = INSTRUCTION
@@ -84,8 +86,6 @@ class ProgramConfig(BaseModel):
     agent normally."""
     port: int = Field(default=47123, ge=1, le=65535)
     """Port of the gateway on the sandbox's loopback interface; choose a port that no task uses."""
-    max_log_bytes: int = Field(default=65536, ge=1024)
-    """Number of bytes kept from the end of standard output."""
 
     @field_validator("environment")
     @classmethod
@@ -235,7 +235,7 @@ class CliAgent(ABC):
         folder = repository.workdir if repository is not None else _DEFAULT_FOLDER
         context = LaunchContext(
             folder=f"{FOLDERS}/{self.name}",
-            home=self._config.home,
+            home=HOME,
             url=f"http://127.0.0.1:{self._config.port}{prefix}",
             token=prefix.rsplit("/", 1)[-1],
             working_directory=self._config.working_directory or folder,
@@ -253,7 +253,7 @@ class CliAgent(ABC):
                 cwd=context.working_directory,
             )
             try:
-                printed = OutputTail(self._config.max_log_bytes)
+                printed = OutputTail(MAX_LOG_BYTES)
                 async for piece in process.output():
                     printed.add(piece.stream, piece.data)
                 exit_code = await process.wait()

@@ -30,6 +30,7 @@ from headrace.sandboxes.errors import SandboxGone
 from headrace.sandboxes.simulated.attached import AttachedSandbox
 
 COMMAND_S = 10.0
+TOKENS_PER_TURN = 8
 TOOL_CPUS = 0.5
 """CPU seconds that a tool uses per second; one that a slowdown prolongs waits, for something or for a CPU."""
 
@@ -43,8 +44,6 @@ class SimulatedAgentConfig(BaseModel):
     """Time that the agent takes from start to end, excluding pauses of the engines."""
     turns: int = Field(default=8, ge=1)
     """Number of turns in a rollout."""
-    tokens_per_turn: int = Field(default=8, ge=1)
-    """Number of tokens sampled in one turn."""
     generating_share: float = Field(default=0.5, ge=0, le=1)
     """Share of a turn's time that the engines take; tools take the rest."""
     failing_turns: float = Field(default=0.0, ge=0, le=1)
@@ -102,7 +101,7 @@ class SimulatedAgent:
                 raise EngineUnavailable("a simulated turn failed (agent.simulated.failing_turns)")
             if fates.random() < config.stuck_turns:
                 turn_s = math.inf
-            await policy.turn(config.tokens_per_turn, turn_s * config.generating_share)
+            await policy.turn(TOKENS_PER_TURN, turn_s * config.generating_share)
             tool = tools.choice(config.tools)
             tool_s = turn_s * (1 - config.generating_share)
             cpu_s = tool_s * TOOL_CPUS

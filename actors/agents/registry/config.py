@@ -61,7 +61,8 @@ _WITHOUT_PROGRAM = (AgentKind.LOOP, AgentKind.SHELL, AgentKind.IMMEDIATE, AgentK
 class AgentSection(Section):
     kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
     """Agent that works on the tasks: `loop`, `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`,
-    `opencode`, `simulated` (only waits), `immediate` (does nothing), or one of another package (docs/extending.md)."""
+    `opencode`, `simulated` (only waits), `immediate` (does nothing), or one of another package (guide 'Extending
+    headrace')."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for an agent from another package."""
     turns: int = Field(default=50, ge=1)

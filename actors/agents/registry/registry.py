@@ -64,7 +64,7 @@ def refuse_unrecorded_episodes(section: AgentSection, task: Task) -> None:
             raise ConfigError(
                 f"task {task.id}: evaluator.kind {spec.kind} scores the record of an episode, which agent.kind "
                 f"{section.kind} does not leave; set agent.kind to loop, or choose an evaluator of files "
-                "(docs/tasks.md)"
+                "(guide 'Task files')"
             )
 
 
@@ -97,7 +97,8 @@ def _of_another_package(found: object) -> MakeAgent:
         for name in ("run", "folders"):
             if not hasattr(agent, name):
                 raise ConfigError(
-                    f"agent.kind: {section.kind!r} did not return an agent: {name!r} is missing (docs/extending.md)"
+                    f"agent.kind: {section.kind!r} did not return an agent: {name!r} is missing "
+                    "(guide 'Extending headrace')"
                 )
         return agent
 

@@ -120,7 +120,7 @@ def refuse_unfit(facts: Sequence[NodeFacts], versions: Versions, *, marker: str,
 def _problem(fact: NodeFacts, versions: Versions, marker: str, storage: str) -> str | None:
     """Return what is wrong with one node, without its name."""
     if not fact.has_token_auth:
-        return "it runs without token authentication: start all nodes with RAY_AUTH_MODE=token (docs/cluster.md)"
+        return "it runs without token authentication: start all with RAY_AUTH_MODE=token (guide 'Runs on a cluster')"
     if not fact.headrace_version:
         return "headrace is not installed in the Python environment of `ray start`: install it there"
     for name, here, there in (

@@ -52,7 +52,7 @@ def require_token() -> None:
     except OSError as error:
         raise ConfigError(
             f"no token for the cluster: {path} cannot be read ({error.strerror}); set RAY_AUTH_TOKEN_PATH to a file "
-            "with the token of the cluster (docs/cluster.md)"
+            "with the token of the cluster (guide 'Runs on a cluster')"
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"other users can read the token in {path}: chmod 600 {path}")

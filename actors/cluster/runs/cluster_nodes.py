@@ -114,13 +114,13 @@ class ClusterNodes:
         the control node, and ActorError if a run did not leave it."""
         found = [node for node in await living_nodes() if name in (node.node, node.address)]
         if not found:
-            raise ConfigError(f"no living node has the address or id {name!r}: `headrace node list` shows them")
+            raise ConfigError(f"no living node has the address or id {name!r}: `headrace status --nodes` shows them")
         if len(found) > 1:
-            raise ConfigError(f"{len(found)} nodes have the address {name}: name one by its id (`headrace node list`)")
+            raise ConfigError(f"{len(found)} nodes have the address {name}: name an id (`headrace status --nodes`)")
         [node] = found
         if node.role == self._terms.roles.control:
             raise ConfigError(
-                f"{node.named} has the state of all runs, which cannot move: drain the runs instead (`headrace drain`)"
+                f"{node.named} has the state of all runs, which cannot move: drain the runs instead (`headrace stop`)"
             )
         left = await asyncio.gather(*(_leave(record.run_id, node, deadline_s) for record in live))
         return NodeDrained(

@@ -84,7 +84,7 @@ def refuse_unoffered(users: ServiceUsers, services: Mapping[str, ServiceConfig])
         if isinstance(service, OutsideService) and not service.offers(kind):
             raise ConfigError(
                 f"services.{name}.kind: {services[name].kind} has no method {METHODS[kind]!r}, which {user} needs "
-                "(docs/services.md)"
+                "(guide 'Services')"
             )
 
 

@@ -86,4 +86,4 @@ def _tolerating(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.warning("cannot limit the size of %s (see [retention]): %s", path, error)
+        logger.warning("cannot limit the size of %s (see telemetry.keep_bytes): %s", path, error)

@@ -89,7 +89,7 @@ class EventFormatter(logging.Formatter):
         self._redact = redact
 
     def event(self, record: logging.LogRecord) -> dict[str, Any]:
-        """Return the fields of an event; docs/run_directory.md describes them."""
+        """Return the fields of an event; the guide 'Run directory' describes them."""
         message = _storable(self._redact(record.getMessage()))
         event: dict[str, Any] = {
             "time": record.created,

@@ -7,7 +7,7 @@ Each kind of record is a dataclass below, from which docs/metrics.md is generate
 Invariants:
 - The file has one writer, so that it needs no disk that several nodes share.
 - Older lines are in `metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first: a file that reaches its maximum
-  size is renamed by its writer. Files that exceed the size and age limits in `[retention]` are removed, oldest
+  size is renamed by its writer. Files that exceed the size and age limits of `telemetry.keep_bytes` are removed, oldest
   first.
 - No component restores its state from these files: everything that a resumed run needs is in the ledger. Readers use
   whatever files remain.
@@ -306,7 +306,8 @@ class StationMeans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StationsMetric(Metric):
-    """Utilisation of a run's stations over about ten seconds, written by the service (docs/stations.md)."""
+    """Utilisation of a run's stations over about ten seconds, written by the service (guide 'Stations: what limits a
+    run')."""
 
     kind = "stations"
 
@@ -320,7 +321,7 @@ class StationsMetric(Metric):
     """Load of each station by name: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`, and
     `service.NAME` for each of `[services.NAME]`."""
     pacing: Mapping[str, int | str] = field(default_factory=dict, metadata=INLINE)
-    """Keys present only with `dispatcher.pacing.enabled`: `rollout_limit` (current limit on rollouts in flight) and
+    """Keys present only with `dispatcher.pacing`: `rollout_limit` (current limit on rollouts in flight) and
     `slowed_by` (reason for the last decrease; empty if there was none)."""
 
 
@@ -359,7 +360,7 @@ METRICS: tuple[type[Metric], ...] = (
     ServicesMetric,
     StallMetric,
 )
-"""All metric records, in the order in which docs/metrics.md lists them."""
+"""All metric records, in the order in which the guide 'Metrics' lists them."""
 
 
 class MetricsWriter(Protocol):

@@ -38,7 +38,7 @@ def free_folder(parent: Path, stem: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
-    """Paths of a run's files by name; docs/run_directory.md describes their content. `path` is the state folder;
+    """Paths of a run's files by name; the guide 'Run directory' describes their content. `path` is the state folder;
     without `shared`, it is the storage folder too."""
 
     path: Path

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from headrace.actors.runtime.recipe_section import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
-from headrace.sandboxes.local.provider import LocalSandboxConfig
-from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.sandboxes.simulated.provider import SimulationConfig
+from headrace.sandboxes.local.provider import LocalSandboxSection
+from headrace.sandboxes.pool.config import PoolSection
+from headrace.sandboxes.simulated.provider import SimulationSection
 
 
 class SandboxKind(StrEnum):
@@ -23,7 +23,7 @@ class SandboxKind(StrEnum):
     E2B = "e2b"
     """E2B, or a server with its API."""
     REMOTE = "remote"
-    """Sandboxes on other hosts, through exec servers (`headrace sandbox serve`)."""
+    """Sandboxes on other hosts, through exec servers (`headrace serve sandbox`)."""
     SIMULATED = "simulated"
     """No real sandboxes: boots take time and fail as configured."""
 
@@ -35,33 +35,19 @@ class RemoteSection(Section):
     """File with the key shared by all servers, relative to the working directory."""
 
 
-_REMOVED: Final = {
-    "oci": "local, remote or e2b",
-    "subprocess": "local or, on a machine without namespaces, remote or e2b",
-}
-"""Providers of older versions, and what replaces them."""
-
-
 class SandboxSection(Section):
     provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
     """Provider of the sandboxes: `local`, `remote`, `e2b`, `simulated`, or one from another package
-    (docs/extending.md)."""
+    (guide 'Extending headrace')."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for a provider from another package."""
-    local: LocalSandboxConfig = LocalSandboxConfig()
+    local: LocalSandboxSection = LocalSandboxSection()
     """Settings of the provider `local`."""
     e2b: E2bConfig = E2bConfig()
     """Settings of the provider `e2b`, which needs the extra `e2b`."""
     remote: RemoteSection = RemoteSection()
     """Settings of the provider `remote`."""
-    simulated: SimulationConfig = SimulationConfig()
+    simulated: SimulationSection = SimulationSection()
     """Settings of the provider `simulated`."""
-    pool: PoolConfig = PoolConfig()
+    pool: PoolSection = PoolSection()
     """Settings of the pool, including its limits on booting and live sandboxes."""
-
-    @field_validator("provider")
-    @classmethod
-    def _still_exists(cls, provider: SandboxKind | str) -> SandboxKind | str:
-        if provider in _REMOVED:
-            raise ValueError(f"{provider} was removed; use {_REMOVED[provider]}")
-        return provider

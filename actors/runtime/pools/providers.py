@@ -39,7 +39,7 @@ from headrace.sandboxes.host.leftovers import run_label
 from headrace.sandboxes.images.store import check_reference
 from headrace.sandboxes.local.images import HOST
 from headrace.sandboxes.local.launcher_process import runtime_folder
-from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteProvider
 from headrace.sandboxes.simulated.attached import AttachedProvider
 from headrace.sandboxes.simulated.provider import SimulatedProvider
@@ -155,7 +155,8 @@ class _OfAnotherPackage:
         for member in _MEMBERS:
             if not hasattr(provider, member):
                 raise ConfigError(
-                    f"sandbox.provider: {name!r} did not return a provider: {member!r} is missing (docs/extending.md)"
+                    f"sandbox.provider: {name!r} did not return a provider: {member!r} is missing "
+                    "(guide 'Extending headrace')"
                 )
         return provider
 
@@ -164,14 +165,10 @@ async def _local(section: SandboxSection, directory: RunDirectory) -> SandboxPro
     label = run_label(directory.path)
 
     def complete() -> LocalProvider:
-        config, max_live = section.local, section.pool.max_live
-        changes = {
-            "label": label,
-            "max_live": config.max_live or max_live * 5 // 4 + 1,
-            "stays_in": config.stays_in or runtime_folder(config.runtime_folder) / label,
-            "owner_pid": config.owner_pid or directory.driver_pid() or os.getpid(),
-        }
-        return LocalProvider(config.model_copy(update=changes))
+        given = section.local.model_dump()
+        given["max_live"] = section.local.max_live or section.pool.max_live * 5 // 4 + 1
+        owner, folder = directory.driver_pid() or os.getpid(), runtime_folder(None) / label
+        return LocalProvider(LocalSandboxConfig(**given, label=label, stays_in=folder, owner_pid=owner))
 
     provider = await asyncio.to_thread(complete)
     await provider.start()

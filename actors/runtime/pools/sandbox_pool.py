@@ -23,6 +23,7 @@ from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, Sand
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
+from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool, PoolStatus
 
@@ -60,8 +61,9 @@ class SandboxPool(ResourceOwner):
         hosts = given or await start_hosts(self._section, self._directory)
         self._local = [host for host in hosts.values() if isinstance(host, LocalProvider)]
         label = "" if self._directory is None else sandbox_owner(self._directory)
+        config = PoolConfig.model_validate(self._section.pool, from_attributes=True)
         enter = self._stack.enter_async_context
-        self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label, clock=self._clock))
+        self._pool = await enter(Pool(hosts, config, ledger=ledger, owner=label, clock=self._clock))
         self._leases: Operations[LeaseRequest, Lease] = await enter(
             Operations(self._pool.lease_one, unclaimed=self._release_unclaimed)
         )

@@ -31,7 +31,7 @@ from headrace.actors.telemetry.slow.verdicts import explain as explain_slow
 TURNS: Final = 2
 """Number of turns in a simulated rollout. Versions change between turns; the duration does not depend on their
 number."""
-PAGE: Final = "docs/tuning.md"
+PAGE: Final = "the guide 'Tuning on recorded runs'"
 PICTURE, HTML, JSON, TOML = "tuning.png", "tuning.html", "tuning.json", "tuning.toml"
 
 

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.rollouts.dispatcher import DispatcherConfig
-from headrace.actors.rollouts.pacing import PacingConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run.config import explain
 from headrace.actors.run.overlays import load_layered
@@ -38,7 +37,7 @@ from headrace.sandboxes.simulated.provider import SimulationConfig
 
 LEASE_S: Final = 3600.0
 """Lease duration of simulated sandboxes, long because the heartbeats of ten thousand sandboxes are expensive."""
-PAGE: Final = "docs/simulate.md"
+PAGE: Final = "the guide 'Simulating a run'"
 DEFAULT_IMAGE: Final = "host"
 MOST_WARMUP_STEPS: Final = 30
 UNLIMITED_PER_S: Final = 1e6
@@ -120,7 +119,7 @@ class SimulationPlan(BaseModel):
     """Number of held-out tasks, each with one rollout in an evaluation."""
     slowdowns: tuple[Slowdown, ...] = ()
     """Planted slowdowns of any kind."""
-    pacing: PacingConfig = PacingConfig()
+    pacing: bool = False
     """Adaptive concurrency, which needs a caller that reports the load to the dispatcher."""
     buffer: dict[str, Any] = Field(default_factory=dict)
     """Additional keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
@@ -208,7 +207,6 @@ class SimulationPlan(BaseModel):
             prepare_timeout_s=patience_s,
             agent_timeout_s=patience_s,
             evaluate_timeout_s=patience_s,
-            guard_s=10 * patience_s,
             lease_s=LEASE_S,
         )
 

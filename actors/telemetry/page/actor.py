@@ -24,7 +24,7 @@ from headrace.actors.telemetry.spans.receiver import Receiver
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.exit_stack import ResourceOwner
-from headrace.serve.tracing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetrySection
 
 PAGE: Final = "page.json"
 """Address and token of the page."""
@@ -52,7 +52,7 @@ class ObserverStatus:
 class Observer(ResourceOwner):
     """Actor that observes one run."""
 
-    def __init__(self, run_dir: Path, config: TelemetryConfig) -> None:
+    def __init__(self, run_dir: Path, config: TelemetrySection) -> None:
         super().__init__()
         self._run_dir, self._config = run_dir, config
         self._export: TraceExport | None = None

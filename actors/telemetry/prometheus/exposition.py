@@ -97,7 +97,7 @@ class Exposition(Collector):
             yield from series.registry.collect()
 
     def _add_running(self, series: Series, *, driven: bool) -> None:
-        """Add what is in flight, as `headrace trace running` lists it: nothing while nobody drives the run."""
+        """Add what is in flight, as `headrace status RUN --running` lists it: nothing while nobody drives the run."""
         try:
             rows = in_flight(self._directory, driven=True, now_s=self._clock()) if driven else []
         except (LedgerRefused, sqlite3.DatabaseError) as error:

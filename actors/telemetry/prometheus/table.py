@@ -185,7 +185,7 @@ STUCK: Final = _gauge(
 OLDEST_S: Final = _gauge("headrace_oldest_rollout_seconds", "Age of the oldest training rollout in flight.", RUNS)
 SPANS_LOST: Final = _counter(
     "headrace_spans_lost{reason}",
-    "Spans that were lost, by reason (docs/run_directory.md). Those whose reason begins with `removed_` were removed "
+    "Spans that were lost, by reason (guide 'Run directory'). Those whose reason begins with `removed_` were removed "
     "to keep `telemetry.keep_bytes`.",
     "spans/",
 )
@@ -199,4 +199,4 @@ DISK_FREE: Final = _gauge("headrace_disk_free_bytes{folder}", "Free bytes of the
 DISK_SIZE: Final = _gauge("headrace_disk_size_bytes{folder}", "Size of this disk.", DISKS)
 
 TABLE: Final[tuple[Exported[Any], ...]] = tuple(each for each in dict(globals()).values() if isinstance(each, Exported))
-"""All exported metrics but the gauges of records, in the order in which docs/metrics.md lists them."""
+"""All exported metrics but the gauges of records, in the order in which the guide 'Metrics' lists them."""

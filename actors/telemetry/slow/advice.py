@@ -27,7 +27,7 @@ BY_FACTOR: Final[Mapping[tuple[str, str], str]] = {
     ("boot", "boot_tries"): "lower `sandbox.pool.boots_per_s` or `sandbox.pool.boot_concurrency`: boots are retried",
     ("engine", "engines"): "replace this engine (`headrace engine remove`), or look at its host",
     ("engine", "push"): "lower `push.wave_size`, so that more engines serve during a push",
-    ("engine", "quarantine"): "look at the engines that were taken out of routing (`headrace engine list`)",
+    ("engine", "quarantine"): "look at the engines that were taken out of routing (`headrace status RUN --engines`)",
     ("engine", "retractions"): "lower `engines.max_running`: the engines run out of cache and compute turns again",
     ("engine", "prompt_tokens"): "lower `sampling.max_context_tokens`",
     ("engine", "sampled_tokens"): "lower `sampling.max_tokens_per_turn`",
@@ -47,7 +47,7 @@ BY_KIND: Final[Mapping[str, str]] = {
     "outage": "see why the engines or the system failed (`headrace status`)",
     "gateway": "look at this gateway's process and host (`headrace logs`); it renders and records for its sessions",
     "window": "see what the run and its hosts did then (`headrace logs`); what is over needs no setting",
-    "after": "something changed then, for good: see `headrace logs`, and compare steps by `headrace trace diff`",
+    "after": "something changed then, for good: see `headrace logs`, and compare steps by `headrace trace show`",
 }
 """Lines by kind of factor, whatever the stage."""
 BY_STAGE: Final[Mapping[str, str]] = {

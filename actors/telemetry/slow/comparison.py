@@ -1,4 +1,4 @@
-"""Two rollouts, or two ranges of steps, side by side: `headrace trace diff`.
+"""Two rollouts, or two ranges of steps, side by side: `headrace trace show`.
 
 Invariant: a range is compared by medians over its rollouts that ended by themselves; a rollout by its own seconds.
 """

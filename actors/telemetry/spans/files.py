@@ -45,7 +45,7 @@ def write_perfetto(path: Path, spans: Iterable[Mapping[str, Any]]) -> int:
 
 
 def write_parquet(path: Path, spans: Iterable[Mapping[str, Any]]) -> int:
-    """Write spans as one Parquet file with a row for each, in the columns of `docs/run_directory.md`; return their
+    """Write spans as one Parquet file with a row for each, in the columns of the guide 'Run directory'; return their
     number. Raises OSError, and ExportRefused without pyarrow."""
     parquet = parquet_module()
     import pyarrow as pa

@@ -26,7 +26,7 @@ from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.serve.tracing.retention import RetentionConfig
 from headrace.serve.tracing.span_files import SUFFIX, ZSTD, compress, end
-from headrace.serve.tracing.telemetry import TelemetryConfig
+from headrace.serve.tracing.telemetry import TelemetrySection
 
 ORDINARY: Final = "removed_ordinary"
 SLOW_OR_FAILED: Final = "removed_slow_or_failed"
@@ -39,7 +39,7 @@ _LEVEL: Final = 6
 logger = logging.getLogger(__name__)
 
 
-def keep_spans(run_dir: Path, telemetry: TelemetryConfig, retention: RetentionConfig) -> None:
+def keep_spans(run_dir: Path, telemetry: TelemetrySection, retention: RetentionConfig) -> None:
     """Keep the span files of a run within its limits; a file that cannot be changed is left, with a warning."""
     folder, keep_bytes, days = run_dir / FOLDER, telemetry.keep_bytes, retention.days
     try:

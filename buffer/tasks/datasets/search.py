@@ -24,7 +24,7 @@ _ROLES: Final = ("system", "user")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """Settings that rows do not contain: the scores of the format (docs/evaluation.md), and whether the opening
+    """Settings that rows do not contain: the scores of the format (guide 'Evaluation'), and whether the opening
     messages of rows are kept. Without them, the question is the instruction."""
 
     structure: float = 0.0

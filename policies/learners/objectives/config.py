@@ -23,14 +23,14 @@ Correction = Literal["cap", "icepop", "weights", "none"]
 
 
 class ObjectiveConfig(BaseModel):
-    """Objective, off-policy correction, regularisation and normalisation of the loss (docs/objectives.md)."""
+    """Objective, off-policy correction, regularisation and normalisation of the loss (guide 'Objectives')."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     objective: str = "grpo"
     """Policy loss: `grpo` (PPO's clip for each token), `gspo` (the same for the geometric mean of the ratios of a row),
     `cispo` (clipped weights), `ppo` (that of grpo with the advantages of a critic, learner.critic), or an objective
-    from another package (docs/extending.md)."""
+    from another package (guide 'Extending headrace')."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip of the ratio current / behaviour, 1 - eps_low: with a negative advantage, a smaller ratio has no
     gradient. cispo raises smaller ratios to it; 1 turns it off."""
@@ -55,12 +55,12 @@ class ObjectiveConfig(BaseModel):
     """Coefficient of the KL divergence to the start model. Above 0, the learner keeps a second, frozen copy of that
     model, and computes its log-probabilities for every batch."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence for each token (docs/objectives.md). The gradient of `k2` is that of the divergence;
+    """Estimator of that divergence for each token (guide 'Objectives'). The gradient of `k2` is that of the divergence;
     `k3` is GRPO's, clamped to 10; the gradient of `k1` is 0 on average, so it only measures."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy, which is added to what is maximised."""
     observation_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the cross-entropy of observations, ECHO's second term (docs/objectives.md). Above 0, gateways
+    """Coefficient of the cross-entropy of observations, ECHO's second term (guide 'Objectives'). Above 0, gateways
     record the kinds of tokens, and rows without advantage are computed."""
     observation_target: Literal["environment", "full"] = "environment"
     """Tokens of that term: `environment` leaves out the parts of observations that are marked as warnings, `full` takes
@@ -94,7 +94,7 @@ class ObjectiveConfig(BaseModel):
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """What differs from the papers and probably was not meant, one sentence each (docs/objectives.md)."""
+        """What differs from the papers and probably was not meant, one sentence each (guide 'Objectives')."""
         found = []
         if self.objective == "gspo" and max(self.eps_low, self.eps_high) > GSPO_CLIP:
             clips = f"eps_low {self.eps_low:g} and eps_high {self.eps_high:g}"

@@ -34,7 +34,8 @@ def _outside(found: object) -> Callable[[], Objective]:
         try:
             inspect.signature(found).bind("tokens", "config")
         except TypeError as error:
-            raise TypeError(f"it cannot be called with (tokens, config): {error}; see docs/extending.md") from error
+            text = f"it cannot be called with (tokens, config): {error} (guide 'Extending headrace')"
+            raise TypeError(text) from error
         found = Objective(loss=found)
     objective = found
     return lambda: objective

@@ -182,7 +182,7 @@ def _serve_sandboxes(cluster: Cluster, number: int, shared: Path) -> str:
     url, log = f"http://{address}:{SANDBOX_PORT}", shared / f"sandboxes-{number}.log"
     log.write_bytes(b"")
     options = ("--host", address, "--port", str(SANDBOX_PORT), "--keys", str(shared / "keys"))
-    server = cluster.start("sandbox", "serve", *options, "--state", "/tmp/sandboxes", log=log, host=number)
+    server = cluster.start("serve", "sandbox", *options, "--state", "/tmp/sandboxes", log=log, host=number)
     wait_until(lambda: url in log.read_text(encoding="utf-8") or server.poll() is not None, f"the sandboxes of {url}")
     return url
 

@@ -140,7 +140,15 @@ class Injector:
         log = self._cluster.storage.parent / CLIENT_LOG
         log.write_bytes(b"")
         host = WORKERS[0]
-        words = ("events", self._run.run_id, "--address", self._cluster.ray.address, "--owner", self._run.owner)
+        words = (
+            "status",
+            self._run.run_id,
+            "--events",
+            "--address",
+            self._cluster.ray.address,
+            "--owner",
+            self._run.owner,
+        )
         client: subprocess.Popen[bytes] | None = None
 
         def follows() -> bool:
@@ -154,7 +162,7 @@ class Injector:
         wait_until(follows, "events of the run")
         assert client is not None
         self._cluster.hosts[host].kill_program(client)
-        return f"headrace events on host {host}"
+        return f"headrace status --events on host {host}"
 
 
 def _has_ended(client: subprocess.Popen[bytes]) -> bool:

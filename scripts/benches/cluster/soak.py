@@ -152,7 +152,7 @@ class ClusterSoak:
         self._problems += grown(growth)
         left: tuple[str, ...] = ()
         try:
-            self._cluster.headrace("drain", run.run_id, "--address", self._cluster.ray.address, "--owner", OWNER)
+            self._cluster.headrace("stop", run.run_id, "--address", self._cluster.ray.address, "--owner", OWNER)
             ended = run.wait_for_end()
             if ended["state"] != "drained":
                 self._problem(f"the run ended as {ended['state']}: {ended['reason']}")

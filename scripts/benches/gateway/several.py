@@ -1,4 +1,5 @@
-"""What two gateway processes behind one address cost beside one: `headrace gateway --processes 1` and `2`, in turn.
+"""What two gateway processes behind one address cost beside one: `headrace serve gateway --processes 1` and `2`, in
+turn.
 
 Invariants:
 - Agents use the URLs that the gateway returns, so no request passes the address in front.
@@ -56,7 +57,7 @@ class _Batch:
 
 
 class _Program:
-    """A running `headrace gateway`."""
+    """A running `headrace serve gateway`."""
 
     def __init__(self, url: str, token: str, pid: int, processes: int) -> None:
         self.url = url
@@ -111,7 +112,7 @@ async def _program(tokenizer_dir: Path, engine_url: str, processes: int) -> Asyn
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         token = Path(folder) / "token"
         process = await asyncio.create_subprocess_exec(
-            str(Path(sys.executable).with_name("headrace")), "gateway", "--engine", engine_url,
+            str(Path(sys.executable).with_name("headrace")), "serve", "gateway", "--engine", engine_url,
             "--tokenizer", str(tokenizer_dir), "--state", str(Path(folder) / "state"),
             "--admin-token-file", str(token), "--processes", str(processes),
             "--max-context-tokens", "131072", "--json", "-", stdout=asyncio.subprocess.PIPE,

@@ -1,1 +1,1 @@
-"""Benches of `headrace sandbox serve`."""
+"""Benches of `headrace serve sandbox`."""

@@ -67,7 +67,7 @@ async def _server(most: int) -> AsyncIterator[_Server]:
     with tempfile.TemporaryDirectory(prefix="headrace-e2b-") as folder:
         address = Path(folder) / "address.json"
         program = Path(sys.executable).with_name("headrace")
-        command = (program, "sandbox", "serve", "--max-sandboxes", str(most + 16))
+        command = (program, "serve", "sandbox", "--max-sandboxes", str(most + 16))
         process = await asyncio.create_subprocess_exec(*command, "--json", address, stdout=asyncio.subprocess.DEVNULL)
         try:
             async with asyncio.timeout(_START_S):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.serve.gateway.exports.export_form import ExportForm
@@ -38,38 +37,9 @@ class GatewaySection(BaseModel):
     """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]; the first pattern that matches a request's model name
     decides. The uses are `train` (also for names that match no pattern), `serve` (sampled, masked as `side`) and
     `refuse`."""
-    ping_s: float = Field(default=10.0, gt=0)
-    """Interval between pings on a stream that is waiting for its turn; some agents give up after 15 s without one."""
-    gate_wait_s: float = Field(default=60.0, gt=0)
-    """Longest time that a turn waits for an available engine; after that, the agent gets an infra error. Time during
-    which a push holds an engine does not count."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
     """Timeout of one engine call; after that, the call is aborted and retried on another engine. Time during which a
     push holds the engine does not count."""
-    render_processes: int = Field(default=2, ge=1, le=64)
-    """Most processes that render long texts; they are started when there is work for them. With several, one is kept
-    for short work. Each needs about as much memory as the gateway itself."""
-    render_cpu_s: float = Field(default=20.0, gt=0)
-    """Processor time that the rendering of one request may take; after that, its process is replaced and the request
-    refused."""
-    held_after_s: float = Field(default=5.0, gt=0)
-    """If a turn is interrupted after this long without a sampled token, its rollout's outcome is infra, not a spent
-    budget."""
-    header_timeout_s: float = Field(default=60.0, gt=0)
-    """Time for the head of a request: from the start of a connection, or from the first byte of a later request on it.
-    After that, it is refused with 408."""
-    body_timeout_s: float = Field(default=60.0, gt=0)
-    """Time for the body of a request, the wait for room in the gateway included. After that, it is refused: with 408,
-    or as an infra error if it waited for room."""
-    send_timeout_s: float = Field(default=60.0, gt=0)
-    """Time in which a client has to read an answer or a ping. After that, its connection is reset, and the answer
-    counts as not delivered."""
-    max_session_body_bytes: int | None = Field(default=None, ge=1024)
-    """Number of bytes of request bodies that one session can have in the gateway at a time, until they are parsed; more
-    is refused with 429. None: twice the limit of one body, 32 MiB."""
-    max_total_body_bytes: int = Field(default=512 * 2**20, ge=1024)
-    """Number of bytes of request bodies that all sessions of a gateway can have in it at a time; more waits until there
-    is room, the sessions with the fewest bytes first."""
 
 
 class GatewayConfig(GatewaySection):
@@ -120,16 +90,35 @@ class GatewayConfig(GatewaySection):
     """A session leaves its usual engine when that engine has more than this many more requests in flight than the least
     busy one."""
 
-    @model_validator(mode="after")
-    def _one_body_fits(self) -> Self:
-        if self.session_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_session_body_bytes {self.max_session_body_bytes} is less than one body may have "
-                f"({self.max_body_bytes} bytes); allow more"
-            )
-        return self
+    gate_wait_s: float = Field(default=60.0, gt=0)
+    """Longest time that a turn waits for an available engine; after that, the agent gets an infra error. Time during
+    which a push holds an engine does not count."""
+    ping_s: float = Field(default=10.0, gt=0)
+    """Interval between pings on a stream that is waiting for its turn; some agents give up after 15 s without one."""
+    render_processes: int = Field(default=2, ge=1, le=64)
+    """Most processes that render long texts; they are started when there is work for them. With several, one is kept
+    for short work. Each needs about as much memory as the gateway itself."""
+    render_cpu_s: float = Field(default=20.0, gt=0)
+    """Processor time that the rendering of one request may take; after that, its process is replaced and the request
+    refused."""
+    held_after_s: float = Field(default=5.0, gt=0)
+    """If a turn is interrupted after this long without a sampled token, its rollout's outcome is infra, not a spent
+    budget."""
+    header_timeout_s: float = Field(default=60.0, gt=0)
+    """Time for the head of a request: from the start of a connection, or from the first byte of a later request on it.
+    After that, it is refused with 408."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Time for the body of a request, the wait for room in the gateway included. After that, it is refused: with 408,
+    or as an infra error if it waited for room."""
+    send_timeout_s: float = Field(default=60.0, gt=0)
+    """Time in which a client has to read an answer or a ping. After that, its connection is reset, and the answer
+    counts as not delivered."""
+    max_total_body_bytes: int = Field(default=512 * 2**20, ge=1024)
+    """Number of bytes of request bodies that all sessions of a gateway can have in it at a time; more waits until there
+    is room, the sessions with the fewest bytes first."""
 
     @property
     def session_body_bytes(self) -> int:
-        """Number of bytes of request bodies that one session can have in the gateway at a time."""
-        return 2 * self.max_body_bytes if self.max_session_body_bytes is None else self.max_session_body_bytes
+        """Number of bytes of request bodies that one session can have in the gateway at a time, until they
+        are parsed; more is refused with 429."""
+        return 2 * self.max_body_bytes

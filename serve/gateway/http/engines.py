@@ -206,9 +206,7 @@ class EnginePool:
                 return engine_id, deadline
             has_push = bool(self.router.closed(now))
             if now >= deadline and not has_push:
-                raise NoEngineOpen(
-                    f"no engine was available for the turn within gateway.gate_wait_s = {self._deadlines.gate_wait_s:g}"
-                )
+                raise NoEngineOpen(f"no engine was available for the turn within {self._deadlines.gate_wait_s:g} s")
             ends = [] if has_push else [deadline]
             if (opening := self.router.next_opening(now)) is not None:
                 ends.append(opening)

@@ -1,5 +1,5 @@
-"""One process of the standalone gateway, `headrace gateway`: a token-exact proxy in front of engines that are run by
-others.
+"""One process of the standalone gateway, `headrace serve gateway`: a token-exact proxy in front of engines that are run
+by others.
 
 Invariants:
 - The base URL is announced once the gateway is listening.

@@ -1,4 +1,4 @@
-"""The standalone gateway, `headrace gateway`, in one process or in several.
+"""The standalone gateway, `headrace serve gateway`, in one process or in several.
 
 Invariants:
 - The base URL is printed on one line once the gateway is listening; SIGTERM and SIGINT shut it down gracefully.

@@ -78,7 +78,7 @@ class Evaluations:
 
     async def evaluate(self, owner: Owner, row: LeasedSandbox, body: Evaluate) -> dict[str, Any]:
         if self._apply_patch is None:
-            raise Unsupported("this server cannot apply patches: start it with `headrace sandbox serve`")
+            raise Unsupported("this server cannot apply patches: start it with `headrace serve sandbox`")
         if not looks_like_a_patch(body.patch):
             return {"ok": True, "resolved": False, "error": _NO_PATCH}
         async with self._containers.busy(row, body.timeout + _WAIT_FOR_ROOM_S):

@@ -1,4 +1,4 @@
-"""The program of `headrace sandbox serve`.
+"""The program of `headrace serve sandbox`.
 
 Invariants:
 - It prints one line with its URL once it is listening; SIGTERM and SIGINT shut it down. With a state folder, the
@@ -188,6 +188,7 @@ def provider_config(options: ServeOptions) -> LocalSandboxConfig:
         return LocalSandboxConfig.model_validate({**given, "max_live": options.max_sandboxes})
     except ValidationError as error:
         names = {"memory_bytes": "--memory", "layer_bytes": "--disk", "pids": "--processes", "open_files": "--files"}
+        names["max_live"] = "--max-sandboxes"
         wrong = error.errors()[0]
         field = str(wrong["loc"][0])
         option = names.get(field, f"--{field.replace('_', '-')}")
