@@ -232,8 +232,8 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
         "the sandboxes that evaluations leave, at most what may be in flight, and four for each sequence of an engine",
     ),
 }
-"""Rule for each derived key, and the text that the guide 'Configuration' shows in place of a default. A rule returns None
-where the key has no effect, and a reason beside the value where the text would not do."""
+"""Rule for each derived key, and the text that the guide 'Configuration' shows in place of a default. A rule returns
+None where the key has no effect, and a reason beside the value where the text would not do."""
 
 
 def derive(

@@ -21,7 +21,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -46,7 +46,6 @@ from headrace.actors.runtime.actors.runtime import end_actor
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner
-from headrace.buffer.core.advantages import zero_variance
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
@@ -561,8 +560,12 @@ def parts_of(batch: Batch, name_of: Callable[[BatchItem], str]) -> dict[str, Bat
     by_name: dict[str, list[BatchItem]] = {}
     for item in batch.items:
         by_name.setdefault(name_of(item), []).append(item)
-    return {
-        name: BatchPart(
+    parts = {}
+    for name, items in sorted((name, items) for name, items in by_name.items() if name):
+        rewards: dict[GroupId, set[float]] = {}
+        for item in items:
+            rewards.setdefault(item.group_id, set()).add(item.reward)
+        parts[name] = BatchPart(
             rollouts=len(items),
             rows=sum(len(item.trajectory.rows) for item in items),
             tokens=sum(map(trained_tokens, items)),
@@ -570,16 +573,7 @@ def parts_of(batch: Batch, name_of: Callable[[BatchItem], str]) -> dict[str, Bat
             reward=fmean(item.reward for item in items),
             staleness=fmean(item.staleness for item in items),
             invalid=sum(item.invalid for item in items),
-            groups=len(rewards := _rewards_by_group(items)),
-            flat_groups=sum(zero_variance(of) and of[0] <= 0 for of in rewards.values()),
+            groups=len(rewards),
+            flat_groups=sum(len(of) == 1 and max(of) <= 0 for of in rewards.values()),
         )
-        for name, items in sorted(by_name.items())
-        if name
-    }
-
-
-def _rewards_by_group(items: Sequence[BatchItem]) -> dict[GroupId, list[float]]:
-    rewards: dict[GroupId, list[float]] = {}
-    for item in items:
-        rewards.setdefault(item.group_id, []).append(item.reward)
-    return rewards
+    return parts

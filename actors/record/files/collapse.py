@@ -15,6 +15,7 @@ STEPS: Final = 3
 """Number of last steps that are looked at."""
 INVALID_SHARE: Final = 0.5
 """Share of invalid answers above which the alarm is raised."""
+_COUNTS: Final = ("rollouts", "invalid", "groups", "flat_groups")
 ADVICE: Final = (
     "equal failures have no gradient that would pull the policy back; continue from an earlier checkpoint with a lower "
     'learner.learning_rate, or with learner.warmup_steps, learner.entropy_coef or learner.loss_weight "constant"'
@@ -48,8 +49,14 @@ class CollapseWatch:
         """Take in the parts of a step's batch, by family or source (`metrics.BatchPart`), and return what collapsed."""
         new = []
         for name, part in parts.items():
-            self._seen.setdefault(name, deque(maxlen=STEPS)).append(part)
-            reason = _reason(self._seen[name])
+            seen = self._seen.setdefault(name, deque(maxlen=STEPS))
+            seen.append(part)
+            invalid = sum(each["invalid"] for each in seen) / max(1, sum(each["rollouts"] for each in seen))
+            reason = ""
+            if len(seen) == STEPS and invalid > INVALID_SHARE:
+                reason = f"{invalid:.0%} of the answers in its last {STEPS} steps are invalid"
+            elif len(seen) == STEPS and all(each["flat_groups"] == each["groups"] for each in seen):
+                reason = f"all groups of its last {STEPS} steps have equal rewards of at most 0"
             if reason and name not in self.lasting:
                 self.lasting[name] = Collapse(name=name, since=step, reason=reason)
                 new.append(self.lasting[name])
@@ -70,23 +77,10 @@ def collapses(steps: Iterable[Mapping[str, Any]]) -> tuple[Collapse, ...]:
         step, tables = record.get("step"), [record.get(name) for name in ("families", "sources")]
         if isinstance(step, int):
             parts = {name: part for table in tables if isinstance(table, dict) for name, part in table.items()}
-            watch.see(step, {name: part for name, part in parts.items() if _is_whole(part)})
+            whole = {
+                name: part
+                for name, part in parts.items()
+                if isinstance(part, dict) and all(isinstance(part.get(key), int) for key in _COUNTS)
+            }
+            watch.see(step, whole)
     return tuple(sorted((*watch.ended, *watch.lasting.values()), key=lambda found: (found.since, found.name)))
-
-
-def _is_whole(part: object) -> bool:
-    return isinstance(part, dict) and all(
-        isinstance(part.get(name), int) for name in ("rollouts", "invalid", "groups", "flat_groups")
-    )
-
-
-def _reason(parts: deque[Mapping[str, Any]]) -> str:
-    if len(parts) < STEPS:
-        return ""
-    rollouts = sum(part["rollouts"] for part in parts)
-    invalid = sum(part["invalid"] for part in parts)
-    if invalid > INVALID_SHARE * rollouts:
-        return f"{invalid / rollouts:.0%} of the answers in its last {STEPS} steps are invalid"
-    if all(part["flat_groups"] == part["groups"] for part in parts):
-        return f"all groups of its last {STEPS} steps have equal rewards of at most 0"
-    return ""
