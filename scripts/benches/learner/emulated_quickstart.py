@@ -88,13 +88,8 @@ class EmulatedShell:
     def run(self, files: Mapping[str, str], command: str) -> Ran:
         asked = json.dumps([sorted(files.items()), command])
         found = self._cache.execute("SELECT result FROM ran WHERE asked = ?", (asked,)).fetchone()
-        if found is None:
-            result = self._run(files, command)
-            self._cache.execute("INSERT OR IGNORE INTO ran VALUES (?, ?)", (asked, json.dumps(result)))
-            return result
-        return Ran(*json.loads(found[0]))
-
-    def _run(self, files: Mapping[str, str], command: str) -> Ran:
+        if found is not None:
+            return Ran(*json.loads(found[0]))
         folder = self._folder / "workspace"
         folder.mkdir()
         try:
@@ -121,9 +116,11 @@ class EmulatedShell:
             except (subprocess.TimeoutExpired, ValueError):
                 output = "timeout"
             left = {path.name: path.read_bytes()[:4096] for path in folder.iterdir() if path.is_file()}
-            return Ran(output, {name: content.decode(errors="replace") for name, content in left.items()})
         finally:
             shutil.rmtree(folder)
+        result = Ran(output, {name: content.decode(errors="replace") for name, content in left.items()})
+        self._cache.execute("INSERT OR IGNORE INTO ran VALUES (?, ?)", (asked, json.dumps(result)))
+        return result
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,7 +200,7 @@ class Emulator:
         )
         history = [self.memory.detach().clone()]
         for step in range(config.training.steps):
-            self._update(self._collected(step, history), step, optimizer)
+            self._update(self.collected(step, history), step, optimizer)
             history = [*history[-len(STALENESS) + 1 :], self.memory.detach().clone()]
         final, _, families = self.evaluate()
         return EmulatedRun(base=base, final=final, families=families, invalid=invalid)
@@ -219,7 +216,7 @@ class Emulator:
         success = {kind: mean([one.reward for one in of]) for kind, of in by_family.items()}
         return mean([rollout.reward for rollout in rollouts]), invalid, success
 
-    def _collected(self, step: int, history: Sequence[torch.Tensor]) -> list[EmulatedRollout]:
+    def collected(self, step: int, history: Sequence[torch.Tensor]) -> list[EmulatedRollout]:
         """Return the rollouts of a batch, group after group, sampled by the versions of which a batch is made."""
         size, groups = self._config.buffer.group_size, self._config.buffer.batch_size // self._config.buffer.group_size
         first = step * groups
