@@ -8,15 +8,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from headrace.actors.cli.output import Json, say, write_json
 from headrace.actors.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headrace.actors.run.launch import DryRun
 
 GENERATED, THIS_HOST = "generated", "this"
 _MACHINES: Final = Path(__file__).resolve().parents[2] / "scripts" / "machines"
@@ -69,7 +66,17 @@ def init(
     except BaseException:
         recipe.unlink(missing_ok=True)
         raise
-    _report(recipe, checked, command)
+    say(*(one.line for one in checked.derived))
+    say(f"{checked.tasks[0]} training tasks, {checked.tasks[1]} held-out tasks")
+    learner = checked.config.learner
+    if learner.kind == "slime" and not learner.slime.arguments:
+        say(
+            "learner.slime.arguments is empty: slime needs the flags of the model's architecture, which are in its "
+            "scripts/models; scripts/recipes/untested has two examples"
+        )
+    for reason in checked.absent:
+        say(f"not on this machine: {reason}")
+    say(f"{recipe} is valid; start it with: {command}")
     document = {"recipe": str(recipe), "command": command, "derived": checked.derived, "absent": checked.absent}
     write_json(document, json_file)
 
@@ -130,17 +137,3 @@ def _tables(model: str, agent: str, files: Sequence[Path]) -> str:
         longest_s = max(sum(getattr(one, "timeout_s", 0.0) for one in each) for each in evaluators)
         lines += ["", "[rollout]", f"evaluate_timeout_s = {max(90, math.ceil(REPOSITORY_RUNS * longest_s))}"]
     return "\n".join(lines) + "\n"
-
-
-def _report(recipe: Path, checked: DryRun, command: str) -> None:
-    say(*(one.line for one in checked.derived))
-    say(f"{checked.tasks[0]} training tasks, {checked.tasks[1]} held-out tasks")
-    learner = checked.config.learner
-    if learner.kind == "slime" and not learner.slime.arguments:
-        say(
-            "learner.slime.arguments is empty: slime needs the flags of the model's architecture, which are in its "
-            "scripts/models; scripts/recipes/untested has two examples"
-        )
-    for reason in checked.absent:
-        say(f"not on this machine: {reason}")
-    say(f"{recipe} is valid; start it with: {command}")

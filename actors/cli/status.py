@@ -63,7 +63,12 @@ def status(
     elif run_dir is None:
         raise ConfigError(f"--{chosen[0]} needs a run: name its directory, or its id on a cluster")
     elif events:
-        _print_events(cluster, str(run_dir), after)
+
+        async def print_all(client: RunsClient) -> None:
+            async for event in client.events(await run_id_of(client, str(run_dir)), after=after):
+                typer.echo(orjson.dumps(event))
+
+        cluster.ask(print_all)
     elif engines:
         _show_engines(cluster, run_dir, json)
     elif cluster:
@@ -169,14 +174,6 @@ def _show_parked(run: Path, json: Path | None) -> None:
     for task in found:
         table.add_row(task.task_id, utc(task.parked_at_s), ", ".join(task.hosts) or "-", task.last_failure)
     show(table)
-
-
-def _print_events(cluster: ClusterOptions, run: str, after: int) -> None:
-    async def print_all(client: RunsClient) -> None:
-        async for event in client.events(await run_id_of(client, run), after=after):
-            typer.echo(orjson.dumps(event))
-
-    cluster.ask(print_all)
 
 
 def _show_nodes(cluster: ClusterOptions, json: Path | None) -> None:

@@ -173,6 +173,33 @@ def adopted(model: QwenConfig, memory: torch.Tensor) -> QwenWeights:
     return weights
 
 
+def batch_of(rollouts: Sequence[EmulatedRollout], step: int, config: RunConfig) -> Batch:
+    """Return the batch of a step: whole groups with their advantages."""
+    size, kind, version = config.buffer.group_size, config.buffer.advantage, PolicyVersion(1, step)
+    items = []
+    for place, rollout in enumerate(rollouts):
+        group = [one.reward for one in rollouts[place - place % size :][:size]]
+        others = [reward for index, reward in enumerate(group) if index != place % size]
+        scale = group_scale(kind, group, members=size, own=RewardSpread(), pooled=RewardSpread())
+        row = Row(
+            tokens_T=np.asarray(rollout.tokens, np.int32),
+            loss_mask_T=np.asarray(rollout.sampled, np.bool_),
+            logprobs_T=np.asarray(rollout.logprobs, np.float32),
+            versions=(),
+        )
+        item = BatchItem(
+            rollout_id=RolloutId(f"{step}-{place}"),
+            group_id=GroupId(f"{step}-{place // size}"),
+            attempt=1,
+            reward=rollout.reward,
+            advantage=(rollout.reward - mean(others)) / scale,
+            staleness=0,
+            trajectory=Trajectory(rows=(row,), temperature=config.sampling.temperature),
+        )
+        items.append(item)
+    return Batch(lease=BatchLease(batch_id=BatchId(str(step)), epoch=1), version=version, items=tuple(items))
+
+
 class Emulator:
     """One run of the quickstart's recipe. `start` is a model directory with the starting policy."""
 
@@ -200,7 +227,7 @@ class Emulator:
         )
         history = [self.memory.detach().clone()]
         for step in range(config.training.steps):
-            self._update(self.collected(step, history), step, optimizer)
+            self.update(self.collected(step, history), step, optimizer)
             history = [*history[-len(STALENESS) + 1 :], self.memory.detach().clone()]
         final, _, families = self.evaluate()
         return EmulatedRun(base=base, final=final, families=families, invalid=invalid)
@@ -231,10 +258,11 @@ class Emulator:
             found |= dict(zip(chosen, rollouts, strict=True))
         return [found[place] for place in range(groups * size)]
 
-    def _update(self, rollouts: Sequence[EmulatedRollout], step: int, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, rollouts: Sequence[EmulatedRollout], step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Make one update of the weights."""
         learner = self._config.learner
         objective = OBJECTIVES.find(learner.objective)()
-        rows = weighted_rows(self._batch(rollouts, step), objective, learner)
+        rows = weighted_rows(batch_of(rollouts, step, self._config), objective, learner)
         if not rows:
             return
         batch = collate(rows, torch.device("cpu"))
@@ -252,38 +280,13 @@ class Emulator:
         optimizer.param_groups[0]["lr"] = learner.learning_rate * warm
         optimizer.step()
 
-    def _batch(self, rollouts: Sequence[EmulatedRollout], step: int) -> Batch:
-        size, kind, version = self._config.buffer.group_size, self._config.buffer.advantage, PolicyVersion(1, step)
-        items = []
-        for place, rollout in enumerate(rollouts):
-            group = [one.reward for one in rollouts[place - place % size :][:size]]
-            others = [reward for index, reward in enumerate(group) if index != place % size]
-            scale = group_scale(kind, group, members=size, own=RewardSpread(), pooled=RewardSpread())
-            row = Row(
-                tokens_T=np.asarray(rollout.tokens, np.int32),
-                loss_mask_T=np.asarray(rollout.sampled, np.bool_),
-                logprobs_T=np.asarray(rollout.logprobs, np.float32),
-                versions=(),
-            )
-            item = BatchItem(
-                rollout_id=RolloutId(f"{step}-{place}"),
-                group_id=GroupId(f"{step}-{place // size}"),
-                attempt=1,
-                reward=rollout.reward,
-                advantage=(rollout.reward - mean(others)) / scale,
-                staleness=0,
-                trajectory=Trajectory(rows=(row,), temperature=self._config.sampling.temperature),
-            )
-            items.append(item)
-        return Batch(lease=BatchLease(batch_id=BatchId(str(step)), epoch=1), version=version, items=tuple(items))
-
     def sampled(self, asked: Sequence[Problem], memory: torch.Tensor) -> list[EmulatedRollout]:
         """Return a rollout of each problem, sampled by the weights in `memory` until the agent ends."""
         policy = Qwen(self._model, adopted(self._model, memory), capacity=self._config.sampling.max_context_tokens)
         rollouts = [self._opened(problem) for problem in asked]
         live = rollouts
         while live:
-            answers = self._answers(policy, live)
+            answers = self.answer(policy, live)
             live = [rollout for rollout, answer in zip(live, answers, strict=True) if self._goes_on(rollout, answer)]
         for rollout in rollouts:
             rollout.reward = float(rollout.stop != "invalid" and solves(rollout.problem, rollout.files))
@@ -295,7 +298,7 @@ class Emulator:
         return EmulatedRollout(problem=problem, tokens=tokens, sampled=nothing, logprobs=zeros, files=problem.files())
 
     @torch.inference_mode()
-    def _answers(self, policy: Qwen, live: Sequence[EmulatedRollout]) -> list[list[int]]:
+    def answer(self, policy: Qwen, live: Sequence[EmulatedRollout]) -> list[list[int]]:
         """Sample the next answer of each rollout, and append it to its tokens."""
         sampling = self._config.sampling
         room = [min(sampling.max_tokens_per_turn, sampling.max_context_tokens - len(one.tokens)) for one in live]
