@@ -16,7 +16,7 @@ from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.slime import arguments
 
 MODEL = Path("/model")
-QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
+RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "claude_code.toml"
 
 
 def terms(*, batch_size: int = 8, temperature: float = 0.7, steps: int = 40, **learner: Any) -> arguments.SlimeTerms:
@@ -120,7 +120,7 @@ def test_a_recipe_with_a_batch_below_the_ranks_is_refused_before_a_run_exists(tm
         "learner.slime.gpus_per_node=32",
     ]
     with pytest.raises(ConfigError, match=r"buffer\.batch_size 16 is below the 32 data-parallel ranks"):
-        load_recipe(QUICKSTART, overrides, tmp_path / "run")
+        load_recipe(RECIPE, overrides, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
