@@ -59,7 +59,9 @@ class Processes:
 
 async def refusal(*options: str) -> tuple[int | None, str]:
     command = str(Path(sys.executable).with_name("headrace"))
-    process = await asyncio.create_subprocess_exec(command, "gateway", *options, stderr=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        command, "serve", "gateway", *options, stderr=asyncio.subprocess.PIPE
+    )
     async with asyncio.timeout(GUARD_S):
         _, said = await process.communicate()
     return process.returncode, " ".join(said.decode().split())
