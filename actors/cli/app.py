@@ -57,6 +57,7 @@ from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from headrace.actors.derivation.rules import Derived
     from headrace.actors.record.files.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
     from headrace.actors.run.summary import RunSummary
@@ -153,7 +154,6 @@ def run(
     from headrace.actors.errors import ConfigError
     from headrace.actors.record.files.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
-    from headrace.actors.run.overlays import derived_values
 
     settings = list(overrides or ())
     if seed is not None:
@@ -169,10 +169,11 @@ def run(
         raise typer.Exit(submit_run(access, recipe, name=name, overrides=settings, detach=detach, json=json))
     chosen = name or free_folder(runs_dir, recipe.stem).name
     request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
-    config, directory = prepare(request)
+    derived: list[Derived] = []
+    config, directory = prepare(request, derived.extend)
     say(f"run {directory.path}")
     if not quiet:
-        say(*(one.line for one in derived_values(recipe, on or (), settings)))
+        say(*(one.line for one in derived))
     if restarts:
         raise typer.Exit(resume_with_restarts(config, directory, restarts, json=json, quiet=quiet))
     with ending_a_run():

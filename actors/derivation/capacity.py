@@ -14,7 +14,7 @@ from headrace.policies.sglang.server import find_python
 def capacity(host: Host, *, has_namespaces: bool) -> dict[str, str]:
     """Return what the host can run by what it is, in words. Sizes are those at which model states alone fill the memory
     (guide 'From one CPU to 64 GPUs')."""
-    sandboxes, reason = host.sandboxes(host.memory_bytes * 7 // 8, (2 << 30) // 8)
+    sandboxes, reason = host.sandboxes()
     e2b = "usable" if os.environ.get("E2B_API_KEY") else "set E2B_API_KEY, or sandbox.e2b.api_key_file"
     try:
         sglang = f"found: {find_python(None)}"

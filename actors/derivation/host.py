@@ -33,9 +33,12 @@ class Host:
     gpus: tuple[int, ...] = ()
     processes: int = 1 << 15
 
-    def sandboxes(self, memory_bytes: int, each_bytes: int) -> tuple[int, str]:
-        """Return how many sandboxes of `each_bytes` run at once where `memory_bytes` are left for them, and what bounds
-        their number."""
+    def sandboxes(self, taken_bytes: int = 0, limit_bytes: int | None = None) -> tuple[int, str]:
+        """Return how many sandboxes with this limit of memory (2 GiB by default) run at once beside what holds
+        `taken_bytes`, and what bounds their number."""
+        memory_bytes = max(0, self.memory_bytes * 7 // 8 - taken_bytes)
+        # A limit is for the worst command; on average a sandbox holds far less.
+        each_bytes = (limit_bytes or 2 << 30) // 8
         bounds = {
             f"{_PER_CORE} for each of {self.cores} cores": _PER_CORE * self.cores,
             f"{gigabytes(each_bytes)} GB each of {gigabytes(memory_bytes)} GB": memory_bytes // each_bytes,

@@ -160,9 +160,7 @@ def _budget(t: Terms) -> int:
 def _max_live(t: Terms) -> tuple[int, str]:
     if t["sandbox.provider"] != "local":
         return 64, "as many as `headrace serve sandbox` has by default"
-    left = max(0, int(7 / 8 * t.host.memory_bytes - t.size * sum(t.on_cpu().values())))
-    # A limit is for the worst command; on average a sandbox holds far less.
-    fit, reason = t.host.sandboxes(left, (t["sandbox.local.memory_bytes"] or 2 << 30) // 8)
+    fit, reason = t.host.sandboxes(t.size * sum(t.on_cpu().values()), t["sandbox.local.memory_bytes"])
     return max(fit, t["sandbox.pool.evaluation_reserve"] + 2), reason
 
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, Self, get_args, get_origin
+from typing import Any, Final, Self, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace.actors.agents.registry.config import AgentKind, AgentSection
 from headrace.actors.derivation import clocks
-from headrace.actors.derivation.rules import derive
+from headrace.actors.derivation.rules import Derived, derive
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.config import EnginesConfig
 from headrace.actors.engines.registry import address
@@ -404,12 +404,18 @@ def read_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return document
 
 
-def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
+Tell: TypeAlias = Callable[[Iterable[Derived]], object]
+"""Gets the values that were derived, without timeouts, which follow from other timeouts."""
+
+
+def resolve(document: dict[str, Any], recipe: Path, run_dir: Path, tell: Tell = lambda _: None) -> RunConfig:
     """Validate a document and make its paths absolute. Raises ConfigError."""
-    return validated(absolute_paths(document, recipe), recipe, run_dir)
+    return validated(absolute_paths(document, recipe), recipe, run_dir, tell)
 
 
-def validated(document: dict[str, Any], recipe: Path, run_dir: Path, *, reads: bool = True) -> RunConfig:
+def validated(
+    document: dict[str, Any], recipe: Path, run_dir: Path, tell: Tell = lambda _: None, *, reads: bool = True
+) -> RunConfig:
     """Derive what a document leaves unset, and validate it. Its paths are not changed. Unless `reads`, the model is not
     looked at. Raises ConfigError."""
     learner = document.setdefault("learner", {})
@@ -422,7 +428,7 @@ def validated(document: dict[str, Any], recipe: Path, run_dir: Path, *, reads: b
     telemetry = document.setdefault("telemetry", {})
     if recipe.suffix and isinstance(telemetry, dict):
         telemetry.setdefault("recipe", recipe.stem)
-    derive(document, RunConfig, reads=reads)
+    tell(one for one in derive(document, RunConfig, reads=reads) if one.key not in clocks.DERIVED)
     model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
     service = document.get("service")
     seed = service.get("seed", 0) if isinstance(service, dict) else 0

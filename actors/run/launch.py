@@ -46,8 +46,8 @@ from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
 from headrace.actors.run.checks import MACHINE_CHECKS, check_parts, check_recipe_parts, reserved_gpus
-from headrace.actors.run.config import RunConfig, explain, of_record, recorded, resolve
-from headrace.actors.run.overlays import derived_values, layered, load_layered
+from headrace.actors.run.config import RunConfig, Tell, explain, of_record, recorded, resolve
+from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.progress import Progress, ProgressDisplay, starting
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
@@ -91,7 +91,7 @@ class RunRequest:
     """Machine files, which are merged over the recipe."""
 
 
-def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
+def prepare(request: RunRequest, tell: Tell = lambda _: None) -> tuple[RunConfig, RunDirectory]:
     """Check everything, then create the run directory. Raises ConfigError and the errors of tasks, model and
     sandboxes."""
     if not NAME.fullmatch(request.name):
@@ -99,7 +99,7 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     directory = RunDirectory(path=(request.runs_dir / request.name).resolve())
     if directory.path.exists():
         raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
-    config = load_layered(request.recipe, request.on, request.overrides, directory.path)
+    config = load_layered(request.recipe, request.on, request.overrides, directory.path, tell)
     lay_out(config, directory)
     return config, directory
 
@@ -149,8 +149,8 @@ class DryRun:
 def dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> DryRun:
     """Check a recipe with machine files without creating anything but miniatures. Raises ConfigError and the errors of
     tasks and model."""
-    found = layered(recipe, on, overrides)
-    config = resolve(found.document, recipe, Path("run"))
+    found, derived = layered(recipe, on, overrides), list[Derived]()
+    config = resolve(found.document, recipe, Path("run"), derived.extend)
     check_recipe_parts(config)
     sets = TaskSets(config)
     tasks = (sum(1 for _ in sets.train()), sum(1 for _ in sets.heldout()))
@@ -160,9 +160,8 @@ def dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> DryRu
             check(config)
         except (ConfigError, NamespacesUnavailable, FolderRefused) as error:
             absent.append(str(error))
-    derived = derived_values(recipe, on, overrides)
     origins = found.origins | {one.key: f"derived: {one.reason}" for one in derived}
-    return DryRun(config=config, origins=origins, derived=derived, tasks=tasks, absent=tuple(absent))
+    return DryRun(config=config, origins=origins, derived=tuple(derived), tasks=tasks, absent=tuple(absent))
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:

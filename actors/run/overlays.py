@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.actors.derivation import clocks
-from headrace.actors.derivation.rules import Derived, derive
 from headrace.actors.errors import ConfigError
-from headrace.actors.run.config import RunConfig, absolute_paths, apply_override, read_recipe, resolve
+from headrace.actors.run.config import RunConfig, Tell, absolute_paths, apply_override, read_recipe, resolve
 from headrace.actors.runtime.recipe_section import overlaid
 
 SET = "--set"
@@ -53,16 +52,11 @@ def layered(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> Layer
     return merged
 
 
-def load_layered(recipe: Path, on: Sequence[Path], overrides: Sequence[str], run_dir: Path) -> RunConfig:
+def load_layered(
+    recipe: Path, on: Sequence[Path], overrides: Sequence[str], run_dir: Path, tell: Tell = lambda _: None
+) -> RunConfig:
     """Read and validate a recipe with machine files and overrides for a run in `run_dir`. Raises ConfigError."""
-    return resolve(layered(recipe, on, overrides).document, recipe, run_dir)
-
-
-def derived_values(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> tuple[Derived, ...]:
-    """Return what a recipe with machine files and overrides leaves to be derived on this host, without timeouts, which
-    follow from other timeouts. Raises ConfigError."""
-    found = derive(absolute_paths(layered(recipe, on, overrides).document, recipe), RunConfig)
-    return tuple(one for one in found if one.key not in clocks.DERIVED)
+    return resolve(layered(recipe, on, overrides).document, recipe, run_dir, tell)
 
 
 def described(config: RunConfig, origins: Mapping[str, str]) -> Iterator[tuple[str, object, str]]:

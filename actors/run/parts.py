@@ -288,11 +288,12 @@ class RunActors(GuardedActors):
             for own in config.by_source().values()
         )
         context = config.engines.max_context_tokens or longest
+        terms = Terms.of(config)
         return await self.spawn(
             "engines",
             EngineGroup,
             config.engines.model_copy(update={"max_context_tokens": context}),
-            push_config(Terms.of(config), weights_bytes(Terms.of(config))),
+            push_config(terms, weights_bytes(terms)),
             gateways=self.gateways,
             metrics=replay,
             model_dir=config.model.path,

@@ -215,4 +215,4 @@ def test_the_facts_of_this_host_are_those_of_the_kernel() -> None:
     host = this_host()
     assert 1 << 30 < host.memory_bytes <= psutil.virtual_memory().total
     assert host.cores == len(os.sched_getaffinity(0))
-    assert 8 <= host.sandboxes(host.memory_bytes, 1 << 28)[0] <= 256
+    assert 8 <= host.sandboxes()[0] <= 256
