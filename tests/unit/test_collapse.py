@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headrace.actors.record.files.collapse import STEPS, Collapse, CollapseWatch, collapses
+from headrace.actors.training.learner import parts_of
+from headrace.buffer.trajectories.types import Batch, GroupId
+from support.objective_cases import make_batch, make_row
 
 
 def part(*, invalid: int = 0, flat: int = 0, rollouts: int = 16, groups: int = 2) -> dict[str, Any]:
@@ -67,3 +71,30 @@ def test_a_damaged_record_is_left_out(damaged: dict[str, Any]) -> None:
     assert collapses([*steps, {"step": 3, **damaged}, {"step": 4, "families": {"write": part(flat=2)}}]) == (
         Collapse(name="write", since=4, reason="all groups of its last 3 steps have equal rewards of at most 0"),
     )
+
+
+def batch_of(*members: tuple[str, str, float, bool]) -> Batch:
+    """A batch of rollouts, given as family, group, reward and whether the answer was invalid."""
+    batch = make_batch([(0.0, [make_row((1, 2), (False, True))]) for _ in members])
+    items = tuple(
+        replace(item, family=family, group_id=GroupId(group), reward=reward, invalid=invalid)
+        for item, (family, group, reward, invalid) in zip(batch.items, members, strict=True)
+    )
+    return replace(batch, items=items)
+
+
+def test_the_parts_of_a_batch_count_invalid_answers_and_groups_of_equal_failures() -> None:
+    batch = batch_of(
+        ("write", "a", 0.0, True),
+        ("write", "a", 0.0, False),
+        ("write", "b", 1.0, False),
+        ("write", "b", 1.0, False),
+        ("move", "c", -1.0, True),
+        ("move", "c", -1.0, True),
+        ("move", "d", -1.0, False),
+        ("move", "d", 0.0, False),
+        ("", "e", 0.0, True),
+    )
+    parts = parts_of(batch, lambda item: item.family)
+    counts = {name: (each.rollouts, each.invalid, each.groups, each.flat_groups) for name, each in parts.items()}
+    assert counts == {"move": (4, 2, 2, 1), "write": (4, 1, 2, 1)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.actors.derivation import clocks
 from headrace.actors.derivation.host import Host, this_host
-from headrace.actors.derivation.rules import DERIVED, derive, memory_problem
+from headrace.actors.derivation.rules import DERIVED, Derived, derive, memory_problem
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, read_recipe, resolve, validated
@@ -216,3 +218,15 @@ def test_the_facts_of_this_host_are_those_of_the_kernel() -> None:
     assert 1 << 30 < host.memory_bytes <= psutil.virtual_memory().total
     assert host.cores == len(os.sched_getaffinity(0))
     assert 8 <= host.sandboxes()[0] <= 256
+
+
+def test_the_start_of_a_run_tells_the_values_that_the_run_has(tmp_path: Path) -> None:
+    told: list[Derived] = []
+    request = RunRequest(recipe=SCRIPTS / "recipes" / "quickstart.toml", runs_dir=tmp_path, name="run")
+    _, directory = prepare(request, told.extend)
+    written = json.loads(directory.config.read_bytes())
+    assert "learner.token_budget 16,384: 16384 (swe-rl)" in "\n".join(one.line for one in told)
+    for one in told:
+        table, key = one.key.split(".")
+        assert written[table][key] == one.value, one.key
+    assert not {one.key for one in told} & clocks.DERIVED.keys()
