@@ -118,12 +118,12 @@ class Host:
 
     def run(self, *command: str, timeout_s: float = 60, **environment: str) -> str:
         """Run a command inside, and return its output. Raises CalledProcessError with the output, TimeoutExpired."""
-        process = self._enter(command, environment, log=None)
-        try:
-            output = process.communicate(timeout=timeout_s)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        with self._enter(command, environment, log=None) as process:
+            try:
+                output = process.communicate(timeout=timeout_s)[0].decode(errors="replace")
+            except subprocess.TimeoutExpired:
+                self.kill_program(process)  # or its end is another test's unclosed file
+                raise
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command, output)
         return output

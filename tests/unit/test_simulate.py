@@ -161,7 +161,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 SMALL = ("--steps", "10", *(f"--set={key}" for key in ("batch_size=16", "group_size=4", "tasks=64", "turns=2")))
-CROWDED = (*SMALL, "--slots", "40", "--max-staleness", "2", "--json")
+CROWDED = (*SMALL, "--slots", "40", "--max-staleness", "2", "--json", "-")
 
 
 @pytest.mark.whole

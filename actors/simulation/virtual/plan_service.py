@@ -69,7 +69,9 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
         "evaluation": {"tasks": heldout, "samples": 1, "every_steps": plan.evaluate_every},
         "service": {"seed": plan.seed, "workers": plan.workers},
     }
-    return resolve(document | tables, Path("the plan"), run_dir)
+    config = resolve(document | tables, Path("the plan"), run_dir)
+    # The pool of a plan also sets what a recipe has no keys for, such as its concurrent kills.
+    return config.model_copy(update={"sandbox": plan.sandbox_section()})
 
 
 def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
