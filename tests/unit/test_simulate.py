@@ -13,6 +13,7 @@ import pytest
 
 from headrace.actors.cli import app as cli
 from headrace.actors.errors import ConfigError, RunStalled
+from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.virtual import simulate as simulate_module
 from headrace.actors.simulation.virtual.plan import PRESETS, Mode, SimulationPlan, make_plan
 from headrace.actors.simulation.virtual.run_statistics import RunStatistics, history_digest, read_statistics
@@ -232,8 +233,9 @@ def test_values_of_other_keys_are_parsed_as_toml() -> None:
 def test_a_run_without_progress_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that are always filtered fill no batch."""
     monkeypatch.setattr(BatchBook, "take", lambda *_: None)
+    short = DurationsConfig(mean_s=5.0, median_s=4.0, cap_s=10.0)  # the limit follows from the longest rollout
     with pytest.raises(RunStalled, match="no progress for"):
-        run_plan(quarter(steps=2))
+        run_plan(quarter(steps=2, durations=short, learner_s=1.0))
 
 
 def test_a_plan_whose_data_runs_out_before_the_measurement_is_refused() -> None:
