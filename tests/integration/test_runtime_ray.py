@@ -20,7 +20,7 @@ from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.runtime.actors.call_guard import guard
 from headrace.actors.runtime.actors.operations import until_back
-from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, _unless_forgotten
+from headrace.actors.runtime.actors.runtime import BeginsUnasked, RayRuntime, Resources, _unless_forgotten
 from headrace.serve.tracing.retention import RetentionConfig
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -143,6 +143,13 @@ class Dying:
         os._exit(3)
 
     async def __aexit__(self, *_: object) -> None: ...
+
+
+async def test_an_actor_whose_only_node_is_gone_is_a_lost_one() -> None:
+    """Ray has an error of its own for it, which is not one of actors: it ended the actor that asked."""
+    runtime = RayRuntime("unplaced-", roles={})
+    with pytest.raises(StartFailed, match="died while starting"):
+        await runtime.spawn(Counter, 0, name="counter", resources=Resources(node="0" * 56))
 
 
 async def test_an_actor_can_be_entered_called_and_passed_to_another_actor() -> None:

@@ -458,7 +458,7 @@ async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None =
     """Return the value of a Ray call. Raises the method's own error, ActorLost, or CancelledError (after cancelling the
     call in the actor). `ask` asks the actor whether it is still running the call."""
     import ray
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
+    from ray.exceptions import ActorUnschedulableError, RayActorError, TaskCancelledError
 
     try:
         value = await (reference if ask is None else _unless_forgotten(name, reference, ask))
@@ -468,7 +468,7 @@ async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None =
     except TaskCancelledError as error:
         # The actor cancelled the call, because it is closing or failed.
         raise ActorLost(f"actor {name} cancelled a call") from error
-    except (ActorDiedError, ActorUnavailableError) as error:
+    except (RayActorError, ActorUnschedulableError) as error:  # unschedulable: its one node is gone, as an agent's is
         raise ActorLost(f"actor {name} is gone or restarting") from error
     if isinstance(value, _Raised):
         raise value.error
