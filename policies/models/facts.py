@@ -60,8 +60,10 @@ class ModelFacts:
         if kinds:
             full = sum("linear" not in str(kind) for kind in kinds)
         pairs = head * number("num_key_value_heads", heads)
-        expert = 3 * hidden * number("moe_intermediate_size")
-        experts = layers * expert * max(number("num_experts"), number("n_routed_experts"), number("num_local_experts"))
+        routed = max(number("num_experts"), number("n_routed_experts"), number("num_local_experts"))
+        # Mixtral's and gpt-oss's experts have the size of other models' dense layers.
+        expert = 3 * hidden * number("moe_intermediate_size", number("intermediate_size") if routed else 0)
+        experts = layers * expert * routed
         # What attention gives is gated in hybrid Qwen models. Norms are too few to count.
         attention = hidden * heads * head * (3 if full < layers else 2) + 2 * hidden * pairs
         linear_keys = number("linear_num_key_heads") * number("linear_key_head_dim")

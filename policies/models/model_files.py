@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.tokens.model_keys import read_vocabulary_size
@@ -19,6 +20,13 @@ from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 Shapes = Mapping[str, tuple[int, ...]]
+_MISSING: Final = {
+    "config.json": "set it to a Hugging Face model directory",
+    "tokenizer.json": "let transformers write it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+    "tokenizer_config.json": "copy it from the model's page; it names the tokens that end a turn",
+}
+_LFS: Final = b"version https://git-lfs"
+_LFS_BYTES: Final = 1024
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -52,7 +60,10 @@ def read_shapes(model_dir: Path) -> Shapes:
             with safe_open(str(path), framework="numpy") as file:
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ModelInvalid(f"{path}: not a readable safetensors file: {error}") from error
+            reason = f"not a readable safetensors file: {error}"
+            if path.stat().st_size < _LFS_BYTES and path.read_bytes().startswith(_LFS):
+                reason = "a pointer of Git LFS, not the weights; run `git lfs pull` in its folder"
+            raise ModelInvalid(f"{path}: {reason}") from error
         if twice := sorted(found.keys() & shapes.keys()):
             raise ModelInvalid(f"{path}: {twice[0]} is in another weight file of the model too")
         shapes |= found
@@ -62,9 +73,9 @@ def read_shapes(model_dir: Path) -> Shapes:
 def check_model_files(model_dir: Path, *, weights: bool = True) -> None:
     """Raise ModelInvalid (TokenizerMismatch if the tokenizer does not match) if a file of the directory, those of the
     weights only if `weights`, is missing or unreadable. The message gives file, reason and fix on one line."""
-    for name in ("config.json", "tokenizer.json"):
+    for name in _MISSING:
         if not (model_dir / name).is_file():
-            raise ModelInvalid(f"model.path: {model_dir} has no {name}; set it to a Hugging Face model directory")
+            raise ModelInvalid(f"model.path: {model_dir} has no {name}; {_MISSING[name]}")
     try:
         files = weight_files(model_dir) if weights else ()
     except ModelInvalid as error:

@@ -48,6 +48,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
     },
+    # As github.com/JakobJohannesson/mixtral_dolphin_v2.5 has it.
+    "Mixtral-8x7B": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32002,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    },
     "Qwen3.6-35B-A3B": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "model_type": "qwen3_5_moe",
@@ -79,6 +95,7 @@ PARAMETERS = {
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen2.5-0.5B": 494_032_768,
+    "Mixtral-8x7B": 46_702_809_088,
     "Qwen3.6-35B-A3B": 34_660_610_688,
 }
 """Those of the language model, as transformers counts them when it builds the model."""

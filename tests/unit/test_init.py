@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -77,8 +78,11 @@ def test_one_task_in_ten_is_held_out(tmp_path: Path) -> None:
 
 
 def test_harbor_folders_are_converted_and_split(tmp_path: Path) -> None:
-    for folder in verdict_tasks()[:4]:
-        folder.write(tmp_path / "harbor")
+    """Also where they lie in groups, as in github.com/johnbuck/harbor-tasks."""
+    for place, folder in enumerate(verdict_tasks()[:4]):
+        folder.write(tmp_path / "harbor" / "tasks" / ("files", "logs")[place % 2])
+    (tmp_path / "harbor" / ".githooks").mkdir()
+    (tmp_path / "harbor" / "hooks").mkdir()
     made(tmp_path, TINY, "shell", "this", str(tmp_path / "harbor"))
     assert len(load_tasks(tmp_path / "recipe" / "train.jsonl")) == 3
     assert len(load_tasks(tmp_path / "recipe" / "heldout.jsonl")) == 1
@@ -115,6 +119,34 @@ def test_what_cannot_run_is_refused_in_one_line_and_leaves_nothing(
         raise done.exception or AssertionError("nothing was refused")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "recipe.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        # As a clone without git-lfs has it (github.com/MiMiGame-1/Reflection-Llama-3.1-70B).
+        (
+            "model.safetensors",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:44821dc7\nsize 1543504480\n",
+            r"model\.safetensors: a pointer of Git LFS, not the weights; run `git lfs pull` in its folder",
+        ),
+        # As models with merges.txt only have it (github.com/DracoUnion/Qwen1.5-moe-8x0.5B-Chat).
+        ("tokenizer.json", None, r"has no tokenizer\.json; let transformers write it: AutoTokenizer\.from_pretrained"),
+        # As github.com/GribAI/Tensor-12m has it.
+        ("tokenizer_config.json", None, r"has no tokenizer_config\.json; copy it from the model's page"),
+    ],
+)
+def test_model_directories_of_others_are_refused_by_what_they_lack(
+    tmp_path: Path, file: str, content: str | None, says: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    (model / file).unlink()
+    if content is not None:
+        (model / file).write_text(content)
+    options = ("--model", str(model), "--agent", "shell", "--tasks", "generated", "--machine", "this")
+    with pytest.raises(Exception, match=says):
+        raise init(tmp_path, *options).exception or AssertionError("nothing was refused")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

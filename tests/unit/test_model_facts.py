@@ -27,6 +27,7 @@ def test_parameters_are_estimated_within_a_thousandth(tmp_path: Path, name: str)
         ("Qwen3-4B", 40_960, 147_456, 4.0e9),
         ("Qwen3-30B-A3B", 40_960, 98_304, 3.3e9),
         ("Qwen2.5-0.5B", 32_768, 12_288, 0.5e9),
+        ("Mixtral-8x7B", 32_768, 131_072, 12.9e9),
         ("Qwen3.6-35B-A3B", 262_144, 20_480, 3.4e9),
     ],
 )

@@ -149,13 +149,14 @@ def _read_each(source: Path, settings: HarborSettings, refused: Mapping[str, str
 
 
 def task_folders(source: Path) -> list[Path]:
-    """Return a task folder, or all folders in a folder of tasks, by name. Raises OSError."""
+    """Return a task folder, or all folders in a folder of tasks, by name; where none of them is a task, those at any
+    depth that are (repositories have groups, archives a folder above). Hidden folders are none. Raises OSError."""
     if (source / "task.toml").exists():
         return [source]
-    folders = sorted(path for path in source.iterdir() if path.is_dir())
-    below = sorted(path for path in folders[0].iterdir() if path.is_dir()) if len(folders) == 1 else []
-    # An archive or a download usually has one folder above the tasks.
-    return below if any((path / "task.toml").exists() for path in below) else folders
+    folders = sorted(path for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if any((path / "task.toml").exists() for path in folders):
+        return folders
+    return sorted(path.parent for folder in folders for path in folder.rglob("task.toml")) or folders
 
 
 def built_image(folder: Path) -> str | None:
