@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from generators.command import COMPARED, main, stale
 
-from headrace.actors.cli.app import app
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
@@ -27,9 +25,8 @@ from headrace.buffer.audit.export import export_schema
 from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
 from headrace.buffer.tasks.task import load_tasks
 from headrace.serve.tracing import span_names
+from support.pages import PAGES, ROOT, command_words, tables_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 CODE = ("actors", "buffer", "policies", "sandboxes", "serve", "scripts")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:actors|buffer|policies|sandboxes|serve|scripts|tests|docs)/[\w./-]*\w)(?:::(\w+))?[^`]*`")
@@ -147,17 +144,6 @@ def test_texts_of_the_product_name_guides_by_their_titles() -> None:
     assert named <= titles
 
 
-def tables_of(page: Path) -> Iterator[list[list[str]]]:
-    """Yield the tables of a page as rows of cells, the header first."""
-    rows: list[list[str]] = []
-    for line in [*re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines(), ""]:
-        if line.startswith("|"):
-            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-        elif rows:
-            yield rows
-            rows = []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_rows_of_tables_have_as_many_cells_as_their_header(page: Path) -> None:
     for header, *rows in tables_of(page):
@@ -232,19 +218,6 @@ def test_each_failure_of_the_page_has_a_test_with_its_number() -> None:
             if not texts or not re.search(rf"(?:\b|_){number}(?:\b|_)", texts[0], re.IGNORECASE):
                 wrong.append(f"{number}: {path}::{name}")
     assert not wrong
-
-
-def command_words() -> dict[str, Any]:
-    """Return all commands of `headrace` by their words; a group is there too, without a command."""
-    found: dict[str, Any] = {}
-
-    def add(words: str, command: Any) -> None:
-        found[words] = None if hasattr(command, "commands") else command
-        for name, part in getattr(command, "commands", {}).items():
-            add(f"{words} {name}".strip(), part)
-
-    add("", typer.main.get_command(app))
-    return found
 
 
 MENTION = re.compile(r"(?:`|^|\$ |bin/)headrace ((?:[a-z][\w-]*)(?: [^`\n;#|&]*)?)", re.MULTILINE)
