@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,15 @@ def test_the_map_of_the_packages_has_their_folders_and_no_others() -> None:
     for name, found in folders.items():
         assert drawn[name] <= {folder.name for folder in found}, name
         assert {folder.name for folder in found if len(folder.parts) == 1} <= drawn[name], name
+
+
+def test_entries_of_the_limits_name_a_test_or_the_day_on_which_they_were_checked() -> None:
+    """That the tests exist is checked with those of all pages."""
+    entries = re.findall(r"^- .*$", (ROOT / "docs" / "limits.md").read_text(), re.MULTILINE)
+    ends = [re.search(r" (?:Checked ([\d-]+)|Test: `tests/[\w/]+\.py::\w+`)\.$", entry) for entry in entries]
+    assert len(entries) > 30
+    assert [entry for entry, end in zip(entries, ends, strict=True) if end is None] == []
+    assert all(date.fromisoformat(end[1]) <= datetime.now(UTC).date() for end in ends if end and end[1])
 
 
 FOREIGN_FLAGS = {
