@@ -119,7 +119,7 @@ def root(
 @app.command()
 @on_cluster
 def run(
-    recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file; `headrace init` writes one.")],
     cluster: ClusterOptions,
     name: Annotated[str, typer.Option(help="Name of the run; by default the recipe's name and a number.")] = "",
     runs_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
