@@ -233,7 +233,7 @@ PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves", "tasks"}
 
 def mentions() -> Iterator[tuple[str, str]]:
     """Yield each command of `headrace` that a page, script or text of the product names, and where."""
-    places = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "scripts").rglob("*")]
+    places = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "scripts").rglob("*")]
     places += [path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")]
     for path in places:
         if path.is_file() and path.suffix in {".md", ".py", ".toml", ".yaml", ""} and "__pycache__" not in path.parts:
