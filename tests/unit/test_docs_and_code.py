@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -190,6 +192,36 @@ def is_key(names: list[str], schema: dict[str, Any], of: dict[str, Any]) -> bool
     return any(isinstance(found, dict) and is_key(names[1:], found, of) for found in inner)
 
 
+def keys_of(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys of a TOML document. Tables of a source of tasks are those of a recipe."""
+    for name, value in table.items():
+        path = (*above, name)
+        inner = value if isinstance(value, list) else [value]
+        if name == "settings" or not isinstance(inner[0] if inner else None, dict):
+            yield path
+        else:
+            for one in inner:
+                yield from keys_of(one, () if path == ("tasks", "sources") else path)
+
+
+def test_recipes_in_guides_have_keys_that_exist() -> None:
+    schema = RunConfig.model_json_schema()
+    own = schema["$defs"]["SourceSection"]["properties"]
+    blocks = [
+        (page.name, tomllib.loads(block))
+        for page in PAGES
+        for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    named = [(page, path) for page, block in blocks if block.keys() & schema["properties"] for path in keys_of(block)]
+    unknown = [
+        (page, path)
+        for page, path in named
+        if not is_key([*path], schema, schema["$defs"]) and not (len(path) == 1 and path[0] in own)
+    ]
+    assert len(named) > 20
+    assert unknown == []
+
+
 OTHER_NAMES = {"service.NAME", "service.instance.id", "buffer.KEY"}
 """A station, an attribute of OpenTelemetry, and the keys of a table."""
 
@@ -200,7 +232,8 @@ def test_keys_of_recipes_that_a_page_names_exist() -> None:
     named = [
         (page.name, key)
         for page in PAGES
-        for key in re.findall(r"`([a-z_]+(?:\.[A-Za-z0-9_]+)+)(?: ?= ?[^`]*)?`", page.read_text())
+        for pattern in (r"`([a-z_]+(?:\.[A-Za-z0-9_]+)+)(?: ?= ?[^`]*)?`", r"--set ([a-z_]+\.[A-Za-z0-9_.]+)=")
+        for key in re.findall(pattern, page.read_text())
         if key.partition(".")[0] in schema["properties"] and not key.endswith((".json", ".jsonl"))
     ]
     unknown = [
