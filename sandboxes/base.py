@@ -436,7 +436,7 @@ class Sandbox(ABC):
         """End the whole process tree and drop the file layer. Idempotent."""
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (README, Sandboxes)")
+        raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (guide 'Sandboxes')")
 
 
 @runtime_checkable

@@ -119,13 +119,13 @@ def root(
 @app.command()
 @on_cluster
 def run(
-    recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file; `headrace init` writes one.")],
     cluster: ClusterOptions,
     name: Annotated[str, typer.Option(help="Name of the run; by default the recipe's name and a number.")] = "",
     runs_dir: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("runs"),
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed; same as --set service.seed=N.")] = None,
     sandbox: Annotated[
-        str | None, typer.Option(help="Sandbox provider; same as --set sandbox.provider=NAME (local, remote, e2b).")
+        str | None, typer.Option(help="Same as --set sandbox.provider=NAME (local, remote, e2b, simulated).")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe (table.key=value); may be repeated.")
@@ -363,7 +363,7 @@ def report(
 def doctor(
     image: Annotated[
         str,
-        typer.Option(help="Boot this named image, run commands as root and as a user, and measure; 3 if any failed."),
+        typer.Option(help="Boot this named image, run commands as root and user, measure; exit code 3 if any fails."),
     ] = "",
     image_folder: ImageFolder = None,
     json: Json = None,

@@ -32,7 +32,7 @@ def init(
         Path | None, typer.Option(help="JSONL file of held-out tasks; by default one task in ten is held out.")
     ] = None,
     machine: Annotated[
-        str, typer.Option(help="Machine file: a path, the name of one in scripts/machines, or `this` for this host.")
+        str, typer.Option(help="Machine file: a path, the name of one of headrace's own, or `this` for this host.")
     ] = "",
     json_file: Json = None,
 ) -> None:
@@ -72,7 +72,7 @@ def init(
     if learner.kind == "slime" and not learner.slime.arguments:
         say(
             "learner.slime.arguments is empty: slime needs the flags of the model's architecture, which are in its "
-            "scripts/models; scripts/recipes/untested has two examples"
+            "scripts/models (guide 'Recipes of published systems')"
         )
     for reason in checked.absent:
         say(f"not on this machine: {reason}")

@@ -35,7 +35,7 @@ class EngineProgram(StrEnum):
     CPU = "cpu"
     """The embedded engine, which serves small Qwen3 and Qwen2.5 models and needs no installation of its own."""
     SGLANG = "sglang"
-    """SGLang, in the environment created by scripts/install sglang or in another one."""
+    """SGLang, in the environment of the guide 'SGLang' or in another one."""
 
 
 class Device(StrEnum):

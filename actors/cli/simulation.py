@@ -152,7 +152,7 @@ def tune(
         typer.echo(tuned.toml(), nl=False)
 
 
-Recipe = Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")]
+Recipe = Annotated[Path, typer.Argument(help="TOML file; `headrace init` writes one.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the records of the rollout; by default nothing is kept.")]
 
 

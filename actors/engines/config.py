@@ -39,8 +39,7 @@ class SGLangSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Path | None = None
-    """Interpreter of the environment in which SGLang is installed; None uses the one that `scripts/install sglang`
-    installs."""
+    """Interpreter of an environment with SGLang; None uses the installed one (guide 'SGLang')."""
     report_times: bool = True
     """Start servers with `--enable-metrics`, so that replies report the time in the queue and to the first token, which
     `headrace trace` then tells apart. The servers also answer /metrics, without a key."""

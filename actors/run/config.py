@@ -395,7 +395,7 @@ def read_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         document = tomllib.loads(recipe.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = "name a recipe, e.g. scripts/recipes/quickstart.toml"
+        hint = "name a recipe, e.g. one that `headrace init` wrote"
         raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); {hint}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{recipe}: not valid TOML: {error}") from error

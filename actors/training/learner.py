@@ -116,7 +116,7 @@ class LearnerLoopConfig(BaseModel):
     """A step, a save or an opening that takes longer is considered hung: the learner is killed, and a new one continues
     from the last checkpoint."""
     rewards: RewardControl = RewardControl.TRUE
-    """`shuffled` is the negative control of `scripts/bench control`."""
+    """`shuffled` is a negative control: rewards are shuffled over the batch, so that nothing can be learned."""
 
     @field_validator("rewards", mode="before")
     @classmethod

@@ -54,8 +54,8 @@ class LearnerConfig(ObjectiveConfig):
     own process. Results depend on it by rounding."""
     rank_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Time for which a rank waits for the others in a step, a save or an opening, and the learner for the others after
-    the first has answered. A rank that takes longer is considered hung, and all are killed. Raise it if a rank may need
-    so much longer than the others for its rows."""
+    the first has answered. A rank that takes longer is considered hung, and all are killed. Raise it if ranks have
+    very uneven work."""
     threads: int = Field(default=1, ge=1, le=1024)
     """Number of CPU threads of each rank's torch. Results depend on it by rounding."""
     max_skipped_in_a_row: int = Field(default=3, gt=0)

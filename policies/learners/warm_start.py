@@ -188,7 +188,7 @@ def warm_start(config: WarmStartConfig, folder: Path) -> str:
 
 
 def main() -> None:
-    """Run `scripts/warm_start --seed 0 --out DIR`."""
+    """Train the starting point of the tiny policy."""
     parser = argparse.ArgumentParser(description="Train the tiny policy's starting point (about 90 s on one core).")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")

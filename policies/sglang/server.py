@@ -47,7 +47,7 @@ class SGLangServerConfig(ServerConfig):
     """Settings of one SGLang server process."""
 
     python: Path | None = None
-    """Interpreter of the environment with SGLang; None uses the one installed by scripts/install sglang."""
+    """Interpreter of the environment with SGLang; None uses the installed one (guide 'SGLang')."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the server: `cpu` needs none of SGLang's kernels; `cuda` needs an environment with all of SGLang's
     requirements."""
@@ -135,7 +135,9 @@ def find_python(named: Path | None) -> Path:
     with instructions if there is none."""
     python = named or environment_python()
     if python is None:
-        raise EngineSettingsInvalid(f"SGLang {DEFAULT_VERSION} is not installed: run `scripts/install sglang`")
+        raise EngineSettingsInvalid(
+            f"SGLang {DEFAULT_VERSION} is not installed: run `python -m headrace.policies.sglang.installation`"
+        )
     if not os.access(python, os.X_OK):
         raise EngineSettingsInvalid(f"{python} is not executable: set the python of an environment with SGLang")
     return python

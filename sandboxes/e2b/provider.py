@@ -61,8 +61,7 @@ class E2bConfig(BaseModel):
     metadata: dict[str, str] = Field(default_factory=dict)
     """Metadata to send with every create."""
     internet: bool = False
-    """Give sandboxes internet access even if their spec has network `none`. An agent needs it to reach the gateway,
-    because this provider cannot expose a service."""
+    """Give sandboxes internet access even if their spec has network `none`. Agents of a recipe do not need it."""
     max_frozen_bytes: int = Field(default=64 << 20, gt=0)
     """Largest size of one data path that an evaluation copies from an agent's sandbox into a clean one."""
 

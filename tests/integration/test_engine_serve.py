@@ -117,7 +117,7 @@ async def test_a_missing_environment_is_a_one_line_error(tiny_model_dir: Path, t
     options = ("--backend", "sglang", "--model", tiny_model_dir)
     code, said = await ended(*options, XDG_CACHE_HOME=str(tmp_path))
     assert (code, said.count("\n")) == (2, 1)
-    assert "scripts/install sglang" in said
+    assert "python -m headrace.policies.sglang.installation" in said
 
 
 async def test_a_port_in_use_is_a_one_line_error(tiny_model_dir: Path) -> None:

@@ -77,7 +77,7 @@ def test_an_agent_in_the_image_needs_no_host_folder(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_agent_that_is_not_installed_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(AgentMissing, match=f"scripts/install agents {kind}"):
+    with pytest.raises(AgentMissing, match=f"python -m .*installation {kind}"):
         KINDS[kind](ProgramConfig())
 
 

@@ -121,7 +121,7 @@ def test_leftovers_of_a_killed_installer_are_removed(
         installer.kill()
     os.kill(npm_pid, signal.SIGKILL)
     assert len([path for path in npm.iterdir() if path.name != ".lock"]) == 2
-    with pytest.raises(AgentMissing, match="scripts/install agents claude-code"):
+    with pytest.raises(AgentMissing, match=r"python -m .*\.installation claude-code"):
         installed_folder("claude-code")
     folder = install("claude-code")
     assert sorted(path.name for path in npm.iterdir()) == [".lock", folder.name]

@@ -82,7 +82,7 @@ def test_a_missing_agent_is_refused_at_startup(
     kind: AgentKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"agent.kind: .*scripts/install agents {kind.value}"):
+    with pytest.raises(ConfigError, match=f"agent.kind: .*python -m .*installation {kind.value}"):
         make_agent(AgentSection(kind=kind))
 
 

@@ -230,7 +230,7 @@ def test_machine_files_that_contradict_each_other_are_a_one_line_error(
 def test_a_missing_recipe_is_reported_with_an_existing_alternative(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert "scripts/recipes/quickstart.toml" in refused(monkeypatch, capsys, tmp_path / "none.toml")
+    assert "`headrace init`" in refused(monkeypatch, capsys, tmp_path / "none.toml")
 
 
 def test_a_key_file_that_others_can_read_is_refused(

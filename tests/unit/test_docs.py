@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from generators.command import COMPARED, main, stale
 
-from headrace.actors.cli.app import app
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
@@ -27,9 +25,8 @@ from headrace.buffer.audit.export import export_schema
 from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
 from headrace.buffer.tasks.task import load_tasks
 from headrace.serve.tracing import span_names
+from support.pages import PAGES, ROOT, command_words, tables_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 CODE = ("actors", "buffer", "policies", "sandboxes", "serve", "scripts")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:actors|buffer|policies|sandboxes|serve|scripts|tests|docs)/[\w./-]*\w)(?:::(\w+))?[^`]*`")
@@ -132,30 +129,25 @@ def test_documentation_pages_named_in_the_code_exist() -> None:
     assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
 
 
+ABSENT = re.compile(r"docs/[\w-]+\.md|(?<![\w/])scripts/(?!models)[\w/]+|\(README")
+"""Files that only a checkout has; slime has `scripts/models`."""
+PROGRAMS = {"scripts/install agents", "scripts/install sglang"}
+"""Names of programs in their own help."""
+
+
 def test_texts_of_the_product_name_guides_by_their_titles() -> None:
-    """Users of an installed package have no docs folder."""
+    """Users of an installed package have no docs folder and no scripts."""
     titles = {page.read_text().splitlines()[0].removeprefix("# ") for page in PAGES}
     named, paths = set(), []
     for path in (path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text())
         nodes = [node for statement in tree.body[ast.get_docstring(tree) is not None :] for node in ast.walk(statement)]
         for text in [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]:
-            paths += [f"{path.name}: {page}" for page in re.findall(r"docs/[\w-]+\.md", text)]
+            paths += [f"{path.name}: {name}" for name in ABSENT.findall(text) if text not in PROGRAMS]
             named |= set(re.findall(r"guide '([^']+)'", " ".join(text.split())))
     assert paths == []
     assert len(named) > 5
     assert named <= titles
-
-
-def tables_of(page: Path) -> Iterator[list[list[str]]]:
-    """Yield the tables of a page as rows of cells, the header first."""
-    rows: list[list[str]] = []
-    for line in [*re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines(), ""]:
-        if line.startswith("|"):
-            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-        elif rows:
-            yield rows
-            rows = []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -234,19 +226,6 @@ def test_each_failure_of_the_page_has_a_test_with_its_number() -> None:
     assert not wrong
 
 
-def command_words() -> dict[str, Any]:
-    """Return all commands of `headrace` by their words; a group is there too, without a command."""
-    found: dict[str, Any] = {}
-
-    def add(words: str, command: Any) -> None:
-        found[words] = None if hasattr(command, "commands") else command
-        for name, part in getattr(command, "commands", {}).items():
-            add(f"{words} {name}".strip(), part)
-
-    add("", typer.main.get_command(app))
-    return found
-
-
 MENTION = re.compile(r"(?:`|^|\$ |bin/)headrace ((?:[a-z][\w-]*)(?: [^`\n;#|&]*)?)", re.MULTILINE)
 PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves", "tasks"}
 """Words after the name `headrace` in sentences, and in a seed."""
@@ -254,7 +233,7 @@ PROSE = {"of", "is", "by", "in", "refuses", "trains", "saves", "tasks"}
 
 def mentions() -> Iterator[tuple[str, str]]:
     """Yield each command of `headrace` that a page, script or text of the product names, and where."""
-    places = [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "scripts").rglob("*")]
+    places = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "scripts").rglob("*")]
     places += [path for folder in CODE[:-1] for path in (ROOT / folder).rglob("*.py")]
     for path in places:
         if path.is_file() and path.suffix in {".md", ".py", ".toml", ".yaml", ""} and "__pycache__" not in path.parts:

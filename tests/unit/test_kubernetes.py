@@ -209,7 +209,7 @@ def test_the_probes_ask_what_answers_without_a_credential() -> None:
     assert "52365" in listeners
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert PODS[SANDBOXES].container[probe]["httpGet"] == {"path": "/v1/healthz", "port": "exec"}
-    assert "`/v1/healthz` needs nothing" in (ROOT / "docs" / "remote.md").read_text()
+    assert "| with nothing | |\n|---|---|\n| GET `/v1/healthz` |" in (ROOT / "docs" / "remote.md").read_text()
 
 
 def test_the_ports_of_the_head_are_those_of_the_listeners() -> None:

@@ -246,6 +246,6 @@ async def test_invalid_settings_are_reported_before_the_start(rig: Rig, monkeypa
     with pytest.raises(EngineStartFailed, match="has no SGLang"):
         await SGLangProcess(rig.config(python=sys.executable)).start()
     monkeypatch.setenv("XDG_CACHE_HOME", str(rig.folder))
-    with pytest.raises(EngineStartFailed, match="scripts/install sglang"):
+    with pytest.raises(EngineStartFailed, match=r"python -m headrace\.policies\.sglang\.installation"):
         await SGLangProcess(rig.config(python=None)).start()
     assert not (rig.folder / "starts").exists()

@@ -148,7 +148,7 @@ class AgentNotStarted(Exception):
 
 class ImmediateAgent:
     """Agent that finishes before its first turn, so that nothing is sampled or trained: it measures the orchestration
-    around it (`scripts/bench orchestration`)."""
+    around it."""
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:

@@ -63,7 +63,7 @@ class ProgramConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path | None = None
-    """Folder of the agent on this host; None for the one created by `scripts/install agents`."""
+    """Folder of the agent on this host; None for the installed one (guide 'Agents')."""
     in_image: str = ""
     """Program in the task image to run instead of an installed one, for sandboxes that cannot mount this host's
     folders."""

@@ -114,7 +114,7 @@ def installed_folder(agent: str) -> Path:
     folder = cache_folder() / f"{agent}-{PINNED[agent]}"
     # The folder for several Python versions is created before the first of them is installed.
     if not folder.is_dir() or not any(folder.iterdir()):
-        raise AgentMissing(f"{agent} {PINNED[agent]} is not installed: run `scripts/install agents {agent}`")
+        raise AgentMissing(f"{agent} {PINNED[agent]} is not installed: run `python -m {__name__} {agent}`")
     return folder
 
 

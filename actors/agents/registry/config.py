@@ -43,8 +43,7 @@ class AgentKind(StrEnum):
     SIMULATED = "simulated"
     """Waits instead of working, usually with simulated engines; for replays and measurements."""
     CLAUDE_CODE = "claude-code"
-    """Anthropic's program, which runs in the sandbox; `scripts/install agents` installs this program and those
-    below."""
+    """Anthropic's program, which runs in the sandbox; the guide 'Agents' says how to install it and those below."""
     CODEX = "codex"
     """OpenAI's program, which runs in the sandbox."""
     MINI_SWE_AGENT = "mini-swe-agent"

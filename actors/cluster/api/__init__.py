@@ -31,8 +31,8 @@ class ControlArguments(BaseModel):
 
 
 def build(args: ControlArguments) -> "Application":
-    """Return the Serve application, for `serve deploy` (scripts/serve/control.yaml). Its replicas do not start if the
-    key file is refused, with the reason in their logs."""
+    """Return the Serve application, for `serve deploy` (guide 'Control API of a cluster'). Its replicas do not start if
+    the key file is refused, with the reason in their logs."""
     from headrace.actors.cluster.api.deployment import application
 
     options = {"num_cpus": args.cpus} | ({"label_selector": args.label_selector} if args.label_selector else {})

@@ -30,7 +30,7 @@ def find_packages(folder: str) -> None:
     packages = os.path.join(folder, "py" + version)
     if not os.path.isdir(packages):
         there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-        fix = f"run `scripts/install agents --python {version} mini-swe-agent` or set agent.mini_swe_agent.python"
+        fix = f"install it for {version} (guide 'Agents'), or set agent.mini_swe_agent.python"
         sys.stderr.write(f"no packages for Python {version} (installed: {there}): {fix}\n")
         sys.exit(127)
     sys.path.insert(0, packages)
