@@ -35,6 +35,8 @@ the sizes that publications train."""
 _CONTEXTS: Final = {True: 98_304, False: 32_768}
 """Most tokens of a context that programs and other agents need: slime's coding agents have 96,000; swe-rl, Echo and
 Endless Terminals 16,384 to 32,768."""
+_ON_CPU: Final = {True: 32_768, False: 4096}
+"""The same on a CPU, which samples some hundred tokens a second; the prompts of programs alone have over 10,000."""
 _UNKNOWN_CONTEXT: Final = 4096
 _MICRO_BATCH: Final = 16_384
 _OF_SOURCES: Final = ("agent", "environment", "sampling", "rollout")
@@ -64,6 +66,10 @@ class Derived:
 def _program(t: Terms) -> bool:
     # An agent of another package runs its own loop too.
     return str(t["agent.kind"]) not in ("loop", "shell", "immediate", "simulated")
+
+
+def _class(t: Terms) -> bool:
+    return ":" in str(t["agent.kind"])
 
 
 def _real(rule: Rule) -> Rule:
@@ -105,12 +111,13 @@ def _engine_count(t: Terms) -> tuple[int, str]:
 
 
 def _context(t: Terms) -> tuple[int, str]:
-    need, model = _CONTEXTS[_program(t)], t.model
+    need, model = (_ON_CPU if t["engines.device"] == "cpu" else _CONTEXTS)[_program(t)], t.model
     if model is None:
         return _UNKNOWN_CONTEXT, "the model is not on this host"
     (tokens, memory), (cache, of_engines) = t.micro_batch(), t.cache()
     # An engine that holds one context could serve no second agent. `memory_problem` refuses what is below the least.
-    bounds: list[tuple[float, str]] = [(need, f"at most {need:,} for {t['agent.kind']}")]
+    on = " on a CPU" if t["engines.device"] == "cpu" else ""
+    bounds: list[tuple[float, str]] = [(need, f"at most {need:,} for {t['agent.kind']}{on}")]
     bounds += [(max(1024, tokens), f"bound by {memory}"), (max(1024, cache / 2), f"bound by {of_engines}")]
     keys = ("learner.token_budget", "engines.max_context_tokens")
     bounds += [(t[key], f"bound by {key}") for key in keys if t.is_set(key) and t[key] is not None]
@@ -124,8 +131,10 @@ def _context(t: Terms) -> tuple[int, str]:
 def _running(t: Terms) -> tuple[int, str] | None:
     if t["engines.backend"] != "cpu":
         return None
-    fit = t.cache()[0] / t["sampling.max_context_tokens"]
-    return max(1, int(min(64, fit))), "the most for one engine" if fit >= 64 else "the contexts that fit in memory"
+    context = t["sampling.max_context_tokens"]
+    count = max(1, int(min(64, t.cache()[0] / context)))
+    held = f", {count * context * t.model.cache_values * 4 / 1e9:.1f} GB an engine" if t.model else ""
+    return count, f"{'the most for one' if count == 64 else 'the contexts that fit in memory'}{held}"
 
 
 def _turns(tokens: int, least: int, most: int) -> Rule:
@@ -178,6 +187,7 @@ def _slots(t: Terms) -> int:
 
 
 _SHORT: Final = "one for each 1,024 tokens of context, 4 to 16 (Echo and Endless Terminals: 16)"
+_LONG: Final = "one for each 512 tokens of context, 16 to 200"
 _QUARTER: Final = "a quarter of the context, were each byte a token"
 DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     "learner.device": (_megatron(_learner_device), "`cuda` from 10M parameters on if a GPU is free, else `cpu`"),
@@ -197,7 +207,7 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     ),
     "sampling.max_context_tokens": (
         _real(_context),
-        "the model's, bound by memory, at most 98,304 for programs (slime's coding agents), 32,768 for others (swe-rl)",
+        "the model's, bound by memory; for programs at most 98,304 (slime; CPU 32,768), else 32,768 (swe-rl; 4,096)",
     ),
     "sampling.max_tokens_per_turn": (
         _real(lambda t: max(16, t["sampling.max_context_tokens"] // 8)),
@@ -207,15 +217,16 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     "agent.loop.max_turns": (_of("loop", _turns(1024, 4, 16)), _SHORT),
     "agent.shell.max_turns": (_of("shell", _turns(1024, 4, 16)), _SHORT),
     "agent.program.max_turns": (
-        lambda t: _turns(512, 16, 200)(t) if _program(t) else None,
-        "one for each 512 tokens of context, 16 to 200",
+        lambda t: _turns(512, 16, 200)(t) if _program(t) and not _class(t) else None,
+        _LONG,
     ),
+    "agent.turns": (lambda t: _turns(512, 16, 200)(t) if _class(t) else None, _LONG),
     "agent.shell.max_observation_bytes": (_of("shell", _output), _QUARTER),
     "environment.shell.max_output_bytes": (_of("loop", _output, "shell"), _QUARTER),
     "environment.terminal.max_output_characters": (_of("loop", _output, "terminal"), _QUARTER),
     "rollout.agent_timeout_s": (
         lambda t: 1800.0 if _program(t) else 600.0,
-        "1800 for programs (slime's coding agents), 600 for other agents (Echo)",
+        "1800 for programs and classes (slime's coding agents), 600 for other agents (Echo)",
     ),
     "learner.learning_rate": (
         _rate,

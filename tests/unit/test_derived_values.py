@@ -77,6 +77,30 @@ def test_half_a_billion_parameters_on_a_small_cpu_host(tmp_path: Path) -> None:
     assert found["environment.shell.max_output_bytes"] == 512
 
 
+SMALL_QWEN3 = MODELS["Qwen3-0.6B"] | {"hidden_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 32_768}
+
+
+@pytest.mark.parametrize(
+    ("agent", "context", "turns"),
+    [
+        ("loop", 4096, ("agent.loop.max_turns", 4)),
+        ("codex", 32_768, ("agent.program.max_turns", 64)),
+        ("parts:Mine", 32_768, ("agent.turns", 64)),
+    ],
+)
+def test_a_model_with_transformers_positions_asks_a_cpu_for_no_more_than_it_can_serve(
+    tmp_path: Path, agent: str, context: int, turns: tuple[str, int]
+) -> None:
+    model = described_model(tmp_path, "Qwen3-0.6B")
+    (model / "config.json").write_text(json.dumps(SMALL_QWEN3))
+    document = recipe(model, agent)
+    found = values(document, SMALL)
+    assert found["sampling.max_context_tokens"] == context
+    assert {key for key in found if key.endswith("turns")} == {turns[0]}
+    assert found[turns[0]] == turns[1]
+    assert " GB an engine" in reason(document, SMALL, "engines.max_running")
+
+
 def test_a_host_with_gpus_gives_one_to_the_learner_and_the_others_to_sglang(tmp_path: Path) -> None:
     found = values(recipe(described_model(tmp_path, "Qwen2.5-0.5B"), "loop"), EIGHT)
     assert (found["learner.device"], found["learner.dtype"]) == ("cuda", "bfloat16")
