@@ -177,4 +177,4 @@ def check(
         drive_evaluation(evaluation, quiet=quiet)
         checked = read_check(evaluation)
     write_json(checked.to_json(), json)
-    say(*checked.lines())
+    say(*checked.lines(), *(["-- with --out FOLDER, the logs of its actors are kept"] if out is None else []))

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opentelemetry import trace
@@ -205,7 +208,8 @@ class RunningAttempt:
                 raise
             except Exception as error:
                 engine = isinstance(error, ServeError | PolicyError)
-                raise InfraFailure(f"{phase}: {type(error).__name__}: {error}", engine=engine) from error
+                text = f"{phase}: {type(error).__name__}: {error}{place_of(error)}"
+                raise InfraFailure(text, engine=engine) from error
 
     @asynccontextmanager
     async def _sandbox(self) -> AsyncIterator[tuple[SandboxRef, Sandbox | None]]:
@@ -396,6 +400,20 @@ def _session_attributes(record: SessionReport) -> dict[str, int]:
     attributes |= {f"{names.MASKED_TOKENS}.{reason}": tokens for reason, tokens in record.masked.items()}
     attributes |= {f"{names.UNHONOURED}.{kind}": turns for kind, turns in record.unhonoured.items()}
     return attributes | {f"{names.DRIFT}.{kind}": turns for kind, turns in record.drift.items()}
+
+
+def place_of(error: Exception) -> str:
+    """Return where in a user's own code an error was raised, such as " (parts.py:12)"; empty for all other code."""
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_globals) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [
+        f" ({Path(file).name}:{line})"
+        for file, line, names in frames
+        if not file.startswith((sys.prefix, sys.base_prefix, "<"))
+        and not names.get("__name__", "").startswith("headrace.")
+    ]
+    return own[-1] if own else ""
 
 
 def _check_agent(report: AgentReport, record: SessionReport) -> None:

@@ -24,16 +24,19 @@ from headrace.sandboxes.host.leftovers import sandboxes_left
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Summary of one run. `completed` is true when all steps were done or the data was used up. Success is a share in
-    [0, 1], None if that evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts
-    that ended with a result; wall times are in seconds. `trained_twice`, `lost` and `max_staleness_seen` are those of
-    `ledger verify`; `spans_lost` counts lost spans by reason; `sandboxes_leaked` counts processes on this host.
-    `utilisation` is the average share of its capacity that each station had in use over the whole run, without the
-    stations that have no capacity; `held_up_by` names the bottleneck."""
+    [0, 1], with the mean reward beside it; both are None if that evaluation did not run. Staleness is in optimizer
+    updates; `rollouts` counts training attempts that ended with a result; wall times are in seconds. `trained_twice`,
+    `lost` and `max_staleness_seen` are those of `ledger verify`; `spans_lost` counts lost spans by reason;
+    `sandboxes_leaked` counts processes on this host. `utilisation` is the average share of its capacity that each
+    station had in use over the whole run, without the stations that have no capacity; `held_up_by` names the
+    bottleneck."""
 
     run: str
     completed: bool
     base_success: float | None
     final_success: float | None
+    base_reward: float | None
+    final_reward: float | None
     steps: int
     versions: int
     rollouts: int
@@ -68,8 +71,11 @@ class RunSummary:
         busy = ", ".join(f"{station} {share:.0%}" for station, share in self.utilisation.items())
         lost = ", ".join(f"{number} {reason}" for reason, number in sorted(self.spans_lost.items()))
         held_up = f"; held up by {self.held_up_by}" if self.held_up_by else ""
+        rewards = ("-" if reward is None else f"{reward:.3f}" for reward in (self.base_reward, self.final_reward))
+        graded = (self.base_reward, self.final_reward) != (self.base_success, self.final_success)
+        rewarded = f", reward {' -> '.join(rewards)}" if graded else ""
         return [
-            f"held-out success {base} -> {final}   ({self.evaluation_answers} sampled answers)",
+            f"held-out success {base} -> {final}{rewarded}   ({self.evaluation_answers} sampled answers)",
             f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
             f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
             *([f"in use: {busy}{held_up}"] if busy else []),
@@ -108,6 +114,8 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         completed=completed,
         base_success=base["success"] if base else None,
         final_success=final["success"] if final else None,
+        base_reward=base["mean_reward"] if base else None,
+        final_reward=final["mean_reward"] if final else None,
         steps=report.steps,
         versions=len({commit.version for commit in evidence.commits if not commit.skipped}) + len(evidence.epochs),
         rollouts=offered,

@@ -43,7 +43,9 @@ class Registry(Generic[T]):
                 for part in path.split("."):
                     found = getattr(found, part)
             except Exception as error:
-                raise PartRefused(f"{self.kind} {name!r}: {_reason(error)}") from error
+                is_absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+                hint = "; put its folder on PYTHONPATH, or install it" if is_absent else ""
+                raise PartRefused(f"{self.kind} {name!r}: {_reason(error)}{hint}") from error
             return self._accepted(name, found)
         points = [point for point in self._points() if point.name == name]
         if name in self.own:

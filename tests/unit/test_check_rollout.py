@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.actors.cli.held_out.check import prepare_check, read_check
 from headrace.actors.errors import ConfigError, RunError
+from headrace.actors.rollouts.rollout import place_of
 from headrace.buffer.tasks.datasets.terminal import Split, generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,18 @@ def test_a_folder_with_other_contents_is_refused(tmp_path: Path) -> None:
 def test_simulated_engines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engines\.backend simulated has no policy to run"):
         prepare_check(ROOT / "scripts" / "recipes" / "simulated.toml", "1", (), tmp_path)
+
+
+def test_an_error_of_a_users_code_says_where_it_was_raised() -> None:
+    names: dict[str, Any] = {"__name__": "parts"}
+    exec(compile("\n\ndef fails():\n    json.loads('{')\nimport json\n", "/home/me/parts.py", "exec"), names)
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        names["fails"]()
+    assert place_of(raised.value) == " (parts.py:4)"
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        json.loads("{")
+    raised.value.__traceback__ = raised.value.__traceback__ and raised.value.__traceback__.tb_next
+    assert place_of(raised.value) == ""
 
 
 def test_a_rollout_is_shown_without_control_characters(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_an_entry_point_is_found_by_name(site: Path) -> None:
     [
         ("twice", "there is no calculation 'twice'; available: same, double, or package.module:Name for one"),
         ("their_parts:half", "AttributeError: module 'their_parts' has no attribute 'half'"),
-        ("nowhere:double", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("nowhere:double", "No module named 'nowhere'; put its folder on PYTHONPATH, or install it"),
         ("their_broken:double", "calculation 'their_broken:double': OSError: no disk"),
         ("their_parts:number", "'their_parts:number' is not a valid calculation: it cannot be called"),
         (":double", "ValueError: Empty module name"),

@@ -84,7 +84,8 @@ class TerminalWarnings:
 
     def __init__(self, folder: Path) -> None:
         self._logs = RunLogs(folder, SHOWN, from_now=True)
-        self._chosen = WarningLines(f"headrace logs {folder.parent}")
+        is_evaluation = (folder.parent.parent / "evaluation.json").exists()
+        self._chosen = WarningLines(f"see {folder}" if is_evaluation else f"headrace logs {folder.parent}")
 
     def new(self) -> list[str]:
         """Return the lines to show for what was logged since the last call. Blocks."""
