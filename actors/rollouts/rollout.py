@@ -298,8 +298,11 @@ class RunningAttempt:
                     )
                 span.set_attributes(_agent_attributes(stations.agent_name, report))
             except BaseException:
+                closing = asyncio.create_task(self._finish_session(session))
+                # A worker that ends cancels twice: then nothing awaits this task, which meets closed connections.
+                closing.add_done_callback(lambda task: task.cancelled() or task.exception())
                 with suppress(ServeError):
-                    await asyncio.shield(self._finish_session(session))
+                    await asyncio.shield(closing)
                 raise
         return report, session
 
