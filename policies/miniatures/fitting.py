@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,19 +26,6 @@ logger = logging.getLogger(__name__)
 
 class FitDiverged(ArithmeticError):
     """The loss of a warm start is not finite."""
-
-
-class LearningRates(Protocol):
-    """The part of a configuration that sets the learning rates of its updates."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def learning_rate(self) -> float: ...
-
-    @property
-    def warmup_steps(self) -> int: ...
 
 
 class FitConfig(BaseModel):
@@ -100,7 +87,7 @@ def fit(
     return memory.detach()
 
 
-def learning_rate_at(config: LearningRates, step: int) -> float:
+def learning_rate_at(config: FitConfig, step: int) -> float:
     """Return the learning rate at a step; see `FitConfig.learning_rate`."""
     rise = min(1.0, (step + 1) / config.warmup_steps)
     fall = min(1.0, 2 * (config.steps - step) / config.steps)
