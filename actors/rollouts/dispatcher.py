@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
@@ -36,6 +36,7 @@ from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks.task import Task, tasks_digest
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
@@ -62,10 +63,8 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.dispatcher")
 
 
-class DispatcherConfig(BaseModel):
+class DispatcherConfig(Section):
     """Concurrency of rollouts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots_per_worker: int = Field(default=32, ge=1)
     """Maximum number of concurrent training rollouts per worker."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opentelemetry import trace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
@@ -29,6 +29,7 @@ from headrace.actors.evaluation.graders.verdict import NO_SANDBOX, invalid, task
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.runtime.pools.leases import lease_attributes
 from headrace.actors.services.figures import ServiceTime, current_service_time
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import ATTACH, RELEASE
@@ -59,10 +60,8 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.rollout")
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Section):
     """Deadlines of one rollout: one for each phase, and one for the whole."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     queue_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline for obtaining a slot in the pool."""

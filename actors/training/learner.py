@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
@@ -49,6 +49,7 @@ from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.trajectories.types import Batch, BatchItem, BatchLease, CheckpointRef, GroupId, StepReport
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -103,10 +104,8 @@ _FRUITLESS_STAGES = frozenset({Stage.OPENING, Stage.ABSENT})
 """Stages whose end is no progress: a learner that dies repeatedly opens repeatedly."""
 
 
-class LearnerLoopConfig(BaseModel):
+class LearnerLoopConfig(Section):
     """Config of the learner loop: its length and its checkpoints."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(default=40, ge=1)
     """Optimizer updates of the whole run, counted over all epochs."""

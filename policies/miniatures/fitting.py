@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.miniatures.demonstrations import Demonstration, Demonstrator
 
 if TYPE_CHECKING:
@@ -28,10 +29,8 @@ class FitDiverged(ArithmeticError):
     """The loss of a warm start is not finite."""
 
 
-class FitConfig(BaseModel):
+class FitConfig(Section):
     """Settings of a warm start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
     """Random seed of the initial weights."""

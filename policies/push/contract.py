@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import GroupFailed, SenderFailed
@@ -20,10 +21,8 @@ DEADLINE_MARGIN_S = 1.0
 """
 
 
-class PushSection(BaseModel):
+class PushSection(Section):
     """Settings of weight pushes that a recipe has in `[push]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     transport: Literal["group", "disk"] = "group"
     """Way of the weights to the engines: `group` broadcasts them in a process group with the sender; with `disk` each

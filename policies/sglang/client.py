@@ -19,8 +19,9 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import (
     Completion,
@@ -49,10 +50,8 @@ from headrace.policies.sglang.versions import EMBEDDED_PREFIX, SGLangApi, dialec
 SGLANG_RESERVED_TOKENS = 6
 
 
-class SGLangConfig(BaseModel):
+class SGLangConfig(Section):
     """Deadlines and limits of one client."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: int = Field(gt=0)
     """Size of the vocabulary; ids outside it are refused before they are sent."""

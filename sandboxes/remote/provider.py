@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.host.key_files import read_private
@@ -32,10 +33,8 @@ PROVIDER: Final = "remote"
 logger = logging.getLogger(__name__)
 
 
-class RemoteConfig(BaseModel):
+class RemoteConfig(Section):
     """One exec server."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = Field(default="", pattern=r"^(https?://[^\s/?#]+(/[^\s?#]*)?)?$")
     """Base URL, as the server prints it; empty for a provider that only attaches."""

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from headrace.actors.cluster.runs.records import ActualState, Demands, RunId, RunRecord
 from headrace.actors.cluster.runs.table import NAME
 from headrace.actors.errors import ConfigError, QuotaExceeded
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 
 
 def _absolute(path: Path) -> Path:

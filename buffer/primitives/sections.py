@@ -1,4 +1,4 @@
-"""Base of the sections of a run's configuration, and the merge of documents of one."""
+"""Base of configurations, and the merge of documents of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Base of the sections of a run's configuration: frozen, unknown keys are refused."""
+    """Base of configurations and of their sections: frozen, unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
