@@ -110,7 +110,6 @@ class Engines(Protocol):
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
         """Return whether an engine is serving, as soon as that differs from `unlike` or after `timeout_s`."""
-        ...
 
 
 class Dispatcher:

@@ -93,22 +93,18 @@ class Stations(Protocol):
     @property
     def folders(self) -> tuple[HostFolder, ...]:
         """Host folders that are mounted in the agent's sandbox."""
-        ...
 
     @property
     def agent_name(self) -> str:
         """Name of the agent's kind."""
-        ...
 
     @property
     def needs_sandbox(self) -> bool:
         """Whether the agent acts in a sandbox."""
-        ...
 
     @property
     def keeps_time(self) -> bool:
         """Whether the agent ends by itself at its deadline."""
-        ...
 
     async def lease(self, request: LeaseRequest) -> Lease: ...
 
@@ -120,13 +116,11 @@ class Stations(Protocol):
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         """Close a session. If `conversation` is set, the report includes every turn as text."""
-        ...
 
     async def run_agent(
         self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
     ) -> AgentReport:
         """Run the agent, whose deadline is `agent_s`, in a sandbox if it needs one."""
-        ...
 
     async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict: ...
 

@@ -68,11 +68,9 @@ class UserSimulator(Protocol):
 
     async def reset(self, instruction: str) -> str:
         """Return the first line. Raises ServiceDown."""
-        ...
 
     async def step(self, text: str) -> str:
         """Return the answer to the agent's text. Raises ServiceDown."""
-        ...
 
 
 class SimulatorKind(StrEnum):

@@ -151,7 +151,6 @@ class Gate(Protocol):
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
         """Admit requests again. They carry `cache_namespace`, which is the engine's version if pushes are in place.
         Returns the requests that were aborted while the gate was closed: the engine may have lost these aborts."""
-        ...
 
 
 class Journal(Protocol):

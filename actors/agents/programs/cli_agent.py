@@ -210,12 +210,10 @@ class CliAgent(ABC):
     @abstractmethod
     def launch(self, context: LaunchContext) -> Launch:
         """Return the command line, environment and files with which to start the program."""
-        ...
 
     @abstractmethod
     def ending(self, printed: OutputTail) -> ProgramEnd:
         """Parse how the program ended from its output."""
-        ...
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:

@@ -32,15 +32,12 @@ class Renders(Protocol):
 
     async def run(self, owner: str, work: Work[T]) -> T:
         """Return the result of a work for this owner. Raises what the work raises."""
-        ...
 
     def forget(self, owner: str) -> None:
         """Forget what is known of an owner."""
-        ...
 
     async def aclose(self) -> None:
         """Stop without waiting for works in progress."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,6 @@ class ServerPart(Protocol):
     def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> Iterable[web.RouteDef]:
         """Return the routes of this part. Resources on `stack` are closed after the tasks. Raises SpecRefused,
         SandboxError."""
-        ...
 
 
 class E2bServer:
