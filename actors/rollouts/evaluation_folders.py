@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import orjson
 
@@ -39,9 +39,7 @@ from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import TranscriptTurn
+from headrace.serve.gateway.capture.rows import TranscriptTurn
 
 MAX_CONVERSATION_BYTES, MAX_PATCH_BYTES, MAX_LOG_BYTES = 8 << 20, 4 << 20, 1 << 20
 TRUNCATED = b"\n[cut here: over the cap]\n"

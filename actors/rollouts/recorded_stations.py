@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.actors.agents.programs.agent import AgentReport
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
@@ -16,10 +16,8 @@ from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.types import RolloutOrder
 from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import SessionReport
-    from headrace.serve.gateway.http.client import OpenedSession
+from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.http.client import OpenedSession
 
 MAX_RESULT_CHARACTERS, MAX_COMMANDS = 4000, 1000
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from opentelemetry import trace
 from pydantic import Field
@@ -41,13 +41,11 @@ from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, 
 from headrace.sandboxes.errors import QueueTimeout, SandboxError
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.serve.gateway.capture.events import Exhausted
+from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.errors import ServeError
+from headrace.serve.gateway.http.client import OpenedSession
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import current_trace_id, traceparent_of
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import SessionReport
-    from headrace.serve.gateway.http.client import OpenedSession
 
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 ANSWER_S = 5.0

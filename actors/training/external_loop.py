@@ -13,10 +13,11 @@ import asyncio
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import orjson
 
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.actors.runtime import end_actor
@@ -29,9 +30,6 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import TrainerRefused, TrainerStateLost
 from headrace.policies.learner import Learner
 from headrace.policies.learners.config import LearnerConfig
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.group import EngineGroup
 
 LEARNER: Final = "learner"
 """Name of the learner's actor in its run."""

@@ -28,12 +28,13 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span
 from pydantic import Field, field_validator
 
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.collapse import ADVICE, CollapseWatch
@@ -62,9 +63,6 @@ from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLear
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import attempt_context
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.group import EngineGroup
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.training.learner")

@@ -13,16 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.streams import StreamReader
 
+from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.errors import BodyTooLarge, BodyUnreadable, GatewayBusy, RequestTimeout
 from headrace.serve.gateway.http.body_budget import BodyBudget, HeldBody
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.session import SessionId
 
 Parsed = TypeVar("Parsed")
 

@@ -13,14 +13,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
+from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.gateway.conversation import Message, ToolCall, ToolSpec
 from headrace.serve.gateway.errors import WireError
-
-if TYPE_CHECKING:
-    from headrace.policies.tokens.chat_template import Ending
-    from headrace.serve.gateway.rendering.render import Renderer, TokenIds
+from headrace.serve.gateway.rendering.render import Renderer, TokenIds
 
 TEMPLATE_CHARACTERS: Final = 32
 T = TypeVar("T")
