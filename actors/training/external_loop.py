@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, cast
 
 import orjson
@@ -60,16 +59,14 @@ class ExternalTrainerLoop(LearnerLoop):
             refused = {RolloutId(rollout): reason for rollout, reason in call.refused.items()}
             await self._trainer.release(call.lease, call.reason, refused)
         else:
-            await self._weights(PolicyVersion.parse(call.version), call.path)
+            version = PolicyVersion.parse(call.version)
+            if call.path is None and not await cast("EngineGroup", self._engines).holding(version):
+                raise TrainerRefused(
+                    f"no engine reports version {version}: push the weights with weight_version {version} first, and "
+                    "let the engines continue"
+                )
+            await self._trainer.weights(version, call.path)
         return b"{}"
-
-    async def _weights(self, version: PolicyVersion, directory: Path | None) -> None:
-        if directory is None and not await cast("EngineGroup", self._engines).holding(version):
-            raise TrainerRefused(
-                f"no engine reports version {version}: push the weights with weight_version {version} first, and let "
-                "the engines continue"
-            )
-        await self._trainer.weights(version, directory)
 
     async def _take(self, call: Take) -> TrainerOrder:
         version = None if call.version is None else PolicyVersion.parse(call.version)
