@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import Field
 
 from headrace.buffer.primitives.sections import Section
 from headrace.buffer.trajectories.versions import PolicyVersion
-from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
+from headrace.policies.engine import EngineId, PauseMode, RequestId
 from headrace.policies.errors import GroupFailed, SenderFailed
 from headrace.policies.push.machine import PushOutcome, PushStep
-from headrace.policies.push.tensors import Bucket
 
 DEADLINE_MARGIN_S = 1.0
 """Margin between two deadlines for one operation, so that the party that knows more about a failure reports it first.
@@ -90,57 +88,6 @@ class PushConfig(PushSection):
         """An engine client's time limit for reading a directory; the push's own limit, `read_timeout_s`, expires
         first."""
         return self.read_timeout_s + DEADLINE_MARGIN_S
-
-
-class Load(Protocol):
-    """Number of requests, and number of tokens cached for them."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def used_tokens(self) -> int: ...
-
-
-class EngineControl(Protocol):
-    """Engine control interface that pushes need; SGLangEngine implements it. Every method has a deadline and raises
-    EngineError."""
-
-    @property
-    def engine_id(self) -> EngineId: ...
-
-    async def info(self) -> EngineInfo: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def is_paused(self) -> bool: ...
-
-    async def abort(self, request_id: RequestId) -> None: ...
-
-    async def load(self) -> Load: ...
-
-    async def begin_update(self) -> None: ...
-
-    async def end_update(self) -> None: ...
-
-    async def join_group(
-        self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str
-    ) -> None: ...
-
-    async def leave_group(self, name: str) -> None: ...
-
-    async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None: ...
-
-    async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None: ...
-
-    async def flush(self) -> None: ...
-
-    async def checksums(self) -> dict[str, str]: ...
 
 
 class Gate(Protocol):

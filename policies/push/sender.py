@@ -31,7 +31,7 @@ from pydantic import Field
 from headrace.buffer.primitives.sections import Section
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
 from headrace.policies.processes.parent_death import die_with_parent
-from headrace.policies.push.tensors import Bucket
+from headrace.policies.tensors import Bucket
 from headrace.sandboxes.host.child_environment import child_environment
 
 if TYPE_CHECKING:
