@@ -55,11 +55,6 @@ def begin_ticking(name: str) -> asyncio.Task[None] | None:
     return asyncio.get_running_loop().create_task(_tick(Path(folder) / f"{name}-{os.getpid()}"))
 
 
-def largest_gaps(folder: Path) -> dict[str, float]:
-    """Return the largest gaps in seconds, by actor class and process id."""
-    return {path.name: float(path.read_text() or 0) for path in folder.iterdir()}
-
-
 async def _tick(path: Path) -> None:
     loop = asyncio.get_running_loop()
     last_s, largest_s = loop.time(), 0.0
