@@ -51,7 +51,7 @@ from headrace.actors.runtime.actors.nodes import (
     this_process,
 )
 from headrace.actors.runtime.actors.operations import ABSENCE, until_back
-from headrace.actors.runtime.actors.process_tree import begin_ticking
+from headrace.actors.runtime.actors.ticker import begin_ticking
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.host.private_folders import temporary_folder

@@ -33,7 +33,7 @@ from headrace.actors.record.files.metrics import last_metric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
-from headrace.actors.runtime.actors.process_tree import FOLDER_KEY
+from headrace.actors.runtime.actors.ticker import FOLDER_KEY
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.store import ReplayStore

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -51,8 +50,6 @@ from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from headrace.serve.gateway.rendering.work import Renders, RenderThread
 from headrace.serve.tracing.foreign_spans import SpanIntake
-
-logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 7 * 86400.0
 """Timeout of an engine client's generate call, longer than any of the pool's deadlines."""

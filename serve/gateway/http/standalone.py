@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ from headrace.serve.gateway.exports.export_form import ExportForm
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.gateway import Gateway
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
-
-logger = logging.getLogger(__name__)
 
 FOREIGN_VERSION: Final = PolicyVersion(0, 0)
 _EXPIRE_EVERY_S: Final = 10.0

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Tracer, get_current_span
@@ -66,8 +66,6 @@ from headrace.serve.gateway.rendering.work import Renders
 from headrace.serve.tracing import span_names
 from headrace.serve.tracing.foreign_spans import AgentTrace
 from headrace.serve.tracing.tracing import context_from
-
-T = TypeVar("T")
 
 MAX_RUNNING_TURNS = 64
 MAX_KEYS = 1024
