@@ -22,10 +22,6 @@ from headrace.actors.cli.init import init
 from headrace.actors.cli.ledger import repair, unpark
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
-    EXIT_BAD_INPUT,
-    EXIT_DIRTY,
-    EXIT_DRAINED,
-    EXIT_FAILED,
     Host,
     Json,
     KeyFile,
@@ -52,6 +48,7 @@ from headrace.actors.cli.trace import trace_app
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.record.files.disk_space import lacks_space
 from headrace.actors.run import exit_codes
+from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 
 if TYPE_CHECKING:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.files.run_directory import RunDirectory
 
-__all__ = ["logs"]
-
 FOLLOW_S: Final = 0.5
 """Interval between two looks for new lines."""
 

@@ -1,4 +1,4 @@
-"""Exit codes, common options and output functions shared by all commands."""
+"""Common options and output functions shared by all commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from headrace.actors.errors import ActorError, ConfigError, RunError
-from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
 from headrace.buffer.errors import ReplayError, TaskFileError
 from headrace.policies.errors import LearnerError, PolicyError
 from headrace.sandboxes.errors import SandboxError
@@ -134,24 +133,6 @@ def addressed(json: Path | None) -> tuple[Path | None, Callable[[str], None]]:
     """Return the file of `--json` for a server that writes more than its URL into it, and how to announce its URL."""
     file = None if str(json) == "-" else json
     return file, lambda url: announce(url, None if file else json)
-
-
-__all__ = [
-    "EXIT_BAD_INPUT",
-    "EXIT_DIRTY",
-    "EXIT_DRAINED",
-    "EXIT_FAILED",
-    "EXIT_TRANSIENT",
-    "Json",
-    "Quiet",
-    "addressed",
-    "announce",
-    "console",
-    "engine_table",
-    "say",
-    "show",
-    "write_json",
-]
 
 
 EXPECTED: tuple[type[Exception], ...] = (

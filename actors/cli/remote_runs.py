@@ -21,13 +21,14 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.cluster_access import run_id_of
-from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, say, show, write_json
+from headrace.actors.cli.output import EXPECTED, say, show, write_json
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.cluster.runs.records import RUN_ID, ActualState, RunId
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.absences import Absent
 from headrace.actors.record.files.log_lines import event_of
 from headrace.actors.record.files.log_warnings import SHOWN, WarningLines
+from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_FAILED
 from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:

@@ -12,8 +12,6 @@ from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
 from headrace.actors.cli.output import Json, say, write_json
 from headrace.actors.cluster.runs.contract import EngineChange, RunsApi
 
-__all__ = ["add_engine", "remove_engine"]
-
 Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run, or its id on a cluster.")]
 Timeout = Annotated[
     float,

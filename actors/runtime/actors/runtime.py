@@ -780,17 +780,3 @@ def stop_local_ray() -> None:
 
     if ray.is_initialized():
         ray.shutdown()
-
-
-__all__ = [
-    "ActorProxy",
-    "InlineRuntime",
-    "RayRuntime",
-    "Resources",
-    "Runtime",
-    "check_ray_folder",
-    "node_address",
-    "offered_gpus",
-    "start_local_ray",
-    "stop_local_ray",
-]
