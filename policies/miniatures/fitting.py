@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.policies.models.qwen_config import QwenConfig
+
+PRACTICE_SHARE: Final = 0.7
+"""Share of the updates that show mostly good demonstrations."""
+GOOD_SHARE: Final = 0.9
+"""Share of good demonstrations among those."""
 
 logger = logging.getLogger(__name__)
 
