@@ -35,11 +35,7 @@ from headrace.actors.cli.output import (
     show,
     write_json,
 )
-from headrace.actors.cli.remote_runs import (
-    recover_run,
-    show_change,
-    submit_run,
-)
+from headrace.actors.cli.remote_runs import recover_run, show_change, submit_run
 from headrace.actors.cli.run_engines import add_engine, remove_engine
 from headrace.actors.cli.serve import serve_app
 from headrace.actors.cli.simulation import check, simulate, tune

@@ -31,12 +31,7 @@ from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run import sources as sources
 from headrace.actors.run.placement import ClusterSection
-from headrace.actors.run.sections import (
-    EvaluationSection,
-    ModelSection,
-    SamplingSection,
-    ServiceSection,
-)
+from headrace.actors.run.sections import EvaluationSection, ModelSection, SamplingSection, ServiceSection
 from headrace.actors.run.sources import TaskSetConfig, TasksSection
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.services.config import ServiceConfig, ServiceName

@@ -15,16 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.tasks.datasets.terminal import (
-    NAMES,
-    WORDS,
-    Kind,
-    Problem,
-    Split,
-    combinations,
-    guesses,
-    problems,
-)
+from headrace.buffer.tasks.datasets.terminal import NAMES, WORDS, Kind, Problem, Split, combinations, guesses, problems
 from headrace.buffer.tasks.evaluators import CheckEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.task import Task, write_tasks

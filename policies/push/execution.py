@@ -26,14 +26,7 @@ from typing import NoReturn
 
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
-from headrace.policies.errors import (
-    EngineRefused,
-    GroupFailed,
-    ModelInvalid,
-    PushError,
-    RequestInvalid,
-    SenderFailed,
-)
+from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, PushError, RequestInvalid, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.compatibility import Agreement, check_fits, differing
 from headrace.policies.push.contract import EnginePush, Gate, Journal, PushConfig, PushReport

@@ -29,13 +29,7 @@ from opentelemetry.trace import SpanKind, Tracer, get_current_span
 
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.trajectories.breakdown import RENDER
-from headrace.policies.engine import (
-    MAX_GRAMMAR_CHARACTERS,
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    RequestId,
-)
+from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import GrammarMissing, GrammarRefused
 from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.gateway.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Replayed, Spent
