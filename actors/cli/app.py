@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.cluster import node_app, stop
-from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cluster
+from headrace.actors.cli.cluster_access import ClusterOptions, access_for
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.image import ImageFolder, check_image, image_app
 from headrace.actors.cli.init import init
@@ -33,6 +33,7 @@ from headrace.actors.cli.output import (
     result_console,
     say,
     show,
+    with_records,
     write_json,
 )
 from headrace.actors.cli.remote_runs import recover_run, show_change, submit_run
@@ -110,7 +111,7 @@ def root(
 
 
 @app.command()
-@on_cluster
+@with_records
 def run(
     recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")],
     cluster: ClusterOptions,
@@ -225,7 +226,7 @@ def show_dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str], *, 
 
 
 @app.command()
-@on_cluster
+@with_records
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     cluster: ClusterOptions,
@@ -327,7 +328,7 @@ def evaluate(
 
 
 @app.command()
-@on_cluster
+@with_records
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     cluster: ClusterOptions,

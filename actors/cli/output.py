@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_origin, get_type_hints
 
 import orjson
 import typer
@@ -43,6 +46,36 @@ Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no live progress.")]
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in place of each record among its parameters, the record's annotated fields as options."""
+    own = inspect.signature(command, eval_str=True).parameters
+    records: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
+    parameters = [one.replace(kind=one.KEYWORD_ONLY) for name, one in own.items() if name not in records]
+    options: dict[str, dict[str, str]] = {name: {} for name in records}
+    for name, record in records.items():
+        hints = get_type_hints(record, include_extras=True)
+        for field in fields(record):
+            if get_origin(hint := hints[field.name]) is Annotated:
+                # A command may have a parameter of the same name, such as the URL of an engine.
+                option = f"{name}_{field.name}" if field.name in own else field.name
+                options[name][field.name] = option
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                parameters.append(
+                    inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+                )
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        for name, record in records.items():
+            given[name] = record(**{field: given.pop(option) for field, option in options[name].items()})
+        command(**given)
+
+    # Typer reads both.
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
 
 
 def console() -> Console:

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
-from headrace.actors.cli.output import Json, say, write_json
+from headrace.actors.cli.cluster_access import ClusterOptions
+from headrace.actors.cli.output import Json, say, with_records, write_json
 from headrace.actors.cluster.runs.contract import EngineChange, RunsApi
 
 Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run, or its id on a cluster.")]
@@ -23,7 +23,7 @@ Timeout = Annotated[
 ]
 
 
-@on_cluster
+@with_records
 def add_engine(
     url: Annotated[str, typer.Argument(help="Base URL of a server, http://host:port.")],
     run: Run,
@@ -38,7 +38,7 @@ def add_engine(
         _say(_ask(run, "add", url, timeout_s), json)
 
 
-@on_cluster
+@with_records
 def remove_engine(
     engine: Annotated[str, typer.Argument(help="Engine id, as shown by `headrace status RUN --engines`.")],
     run: Run,
