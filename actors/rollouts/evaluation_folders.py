@@ -31,7 +31,7 @@ from headrace.actors.rollouts.answers import (
     folder_name,
     json_bytes,
 )
-from headrace.actors.rollouts.recorded_stations import RolloutReports
+from headrace.actors.rollouts.rollout_reports import RolloutReports
 from headrace.actors.rollouts.summary import About
 from headrace.actors.runtime.actors.batching import Batcher
 from headrace.actors.training.replay import Evaluated
