@@ -128,7 +128,7 @@ class Dispatcher:
         observing: ActorTelemetry | None = None,
     ) -> None:
         """`sources` are the names of the run's sources of tasks, if it has several."""
-        self._config, self._sources = config, sources
+        self._sources = sources
         self._engines = engines
         self._observing = observing
         self._engines_serve = asyncio.Event()
