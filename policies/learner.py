@@ -96,20 +96,16 @@ class Learner(Protocol):
 
     async def open(self, resume: CheckpointRef | None, *, epoch: int) -> LearnerState:
         """Load the model or the checkpoint. The versions of this incarnation are `epoch.step`."""
-        ...
 
     async def step(self, batch: Batch) -> StepReport:
         """Perform one optimizer update. Raises NonFiniteRun after too many skipped steps in a row."""
-        ...
 
     async def snapshot(self) -> WeightsSnapshot | None:
         """Write and return the current weights; the next step may begin immediately afterwards. None if these weights
         are not to be pushed."""
-        ...
 
     async def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """Write, fsync and rename a checkpoint directory, with the batches since the last one, the hash chain, and the
         resolved configuration of the run."""
-        ...
 
     async def close(self) -> None: ...

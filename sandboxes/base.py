@@ -270,36 +270,29 @@ class Process(Protocol):
     @property
     def pid(self) -> int:
         """The pid of the command inside the sandbox."""
-        ...
 
     def output(self) -> AsyncIterator[Output]:
         """Yield the output. It can be read only once, by one reader. Ends when both streams end, or 0.2 s after the
         command if a daemon still has them open. A slow reader slows the command down, because only its pipe buffers
         output."""
-        ...
 
     async def write_stdin(self, data: bytes) -> None:
         """Write to standard input; blocks while the command is not reading. Raises SandboxFileError if standard input
         is closed."""
-        ...
 
     async def close_stdin(self) -> None:
         """Close standard input. Idempotent. In a terminal this sends Ctrl-D."""
-        ...
 
     async def signal(self, number: int) -> None:
         """Send a signal to the command; SIGKILL is sent to its whole process tree. Does nothing once the command has
         ended."""
-        ...
 
     async def resize(self, size: TerminalSize) -> None:
         """Change the size of the terminal. Raises SpecRefused if the command has no terminal."""
-        ...
 
     async def wait(self) -> int:
         """Wait for the exit code, which is 128 + n after signal n. May be called repeatedly. Raises ExecTimeout,
         SandboxGone."""
-        ...
 
 
 class Sandbox(ABC):
@@ -456,7 +449,6 @@ class ProgramRunner(Protocol):
         """Run Python source as `python -I -S -c program arguments...` would, in `/`, in a process in which headrace's
         interpreter is already running. The program may import the modules in `launcher.commands.PRELOADED`, but nothing
         from the image. Raises ExecTimeout, SandboxGone."""
-        ...
 
 
 class SandboxProvider(Protocol):
@@ -467,7 +459,6 @@ class SandboxProvider(Protocol):
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Boot a sandbox. Raises SandboxError; Unsupported if the spec needs a feature that the provider lacks."""
-        ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 
@@ -475,6 +466,5 @@ class SandboxProvider(Protocol):
 
     async def destroy(self, sandbox: SandboxId) -> None:
         """Kill a sandbox by id, for one that `list` shows but whose ref is unknown. Idempotent."""
-        ...
 
     async def aclose(self) -> None: ...

@@ -13,10 +13,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_base
 
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.errors import (
     BootTimeout,
     CapacityExceeded,
@@ -26,10 +27,8 @@ from headrace.sandboxes.errors import (
 )
 
 
-class RetryConfig(BaseModel):
+class RetryConfig(Section):
     """Number and delay of the retries of a boot."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     boot_attempts: int = Field(default=4, ge=1)
     """Maximum number of attempts for one boot; only transient errors are retried."""

@@ -15,17 +15,13 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.cluster import node_app, stop
-from headrace.actors.cli.cluster_access import ClusterOptions, access_for, on_cluster
+from headrace.actors.cli.cluster_access import ClusterOptions, access_for
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.image import ImageFolder, check_image, image_app
 from headrace.actors.cli.init import init
 from headrace.actors.cli.ledger import repair, unpark
 from headrace.actors.cli.logs import logs
 from headrace.actors.cli.output import (
-    EXIT_BAD_INPUT,
-    EXIT_DIRTY,
-    EXIT_DRAINED,
-    EXIT_FAILED,
     Host,
     Json,
     KeyFile,
@@ -37,13 +33,10 @@ from headrace.actors.cli.output import (
     result_console,
     say,
     show,
+    with_records,
     write_json,
 )
-from headrace.actors.cli.remote_runs import (
-    recover_run,
-    show_change,
-    submit_run,
-)
+from headrace.actors.cli.remote_runs import recover_run, show_change, submit_run
 from headrace.actors.cli.run_engines import add_engine, remove_engine
 from headrace.actors.cli.serve import serve_app
 from headrace.actors.cli.simulation import check, simulate, tune
@@ -52,6 +45,7 @@ from headrace.actors.cli.trace import trace_app
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.record.files.disk_space import lacks_space
 from headrace.actors.run import exit_codes
+from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED
 from headrace.actors.run.restarts import RestartLoop, RestartPolicy, saved_step
 
 if TYPE_CHECKING:
@@ -117,7 +111,7 @@ def root(
 
 
 @app.command()
-@on_cluster
+@with_records
 def run(
     recipe: Annotated[Path, typer.Argument(help="TOML file; `headrace init` writes one.")],
     cluster: ClusterOptions,
@@ -232,7 +226,7 @@ def show_dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str], *, 
 
 
 @app.command()
-@on_cluster
+@with_records
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     cluster: ClusterOptions,
@@ -334,7 +328,7 @@ def evaluate(
 
 
 @app.command()
-@on_cluster
+@with_records
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     cluster: ClusterOptions,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
-from headrace.actors.cli.output import Json, say, write_json
+from headrace.actors.cli.cluster_access import ClusterOptions
+from headrace.actors.cli.output import Json, say, with_records, write_json
 from headrace.actors.cli.remote_runs import show_change
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.errors import ConfigError
@@ -22,7 +22,7 @@ HERE: Final = "self"
 """Name of the node on which the command runs."""
 
 
-@on_cluster
+@with_records
 def stop(
     run: Run,
     cluster: ClusterOptions,
@@ -44,7 +44,7 @@ def stop(
 
 
 @node_app.command("drain")
-@on_cluster
+@with_records
 def drain_node(
     node: Annotated[str, typer.Argument(metavar="NODE", help="Address or Ray id of the node; `self` for this one.")],
     cluster: ClusterOptions,

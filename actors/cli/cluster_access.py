@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import inspect
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec, TypeVar
 
 import orjson
 import typer
@@ -177,29 +175,6 @@ def access_for(
         return None
     quotas = quotas and quotas.resolve()
     return FirstAccess(address=section.address, owner=cluster.owner, section=section, quotas=quotas)
-
-
-def on_cluster(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `ClusterOptions` in place of its parameter `cluster`."""
-    hints = get_type_hints(ClusterOptions, include_extras=True)
-    # A command may have a parameter of the same name, such as the URL of an engine.
-    options = {f"cluster_{field.name}": field for field in fields(ClusterOptions)}
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name != "cluster"]
-    parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for name, field in options.items()
-    ]
-
-    @wraps(command)
-    def with_options(**given: Any) -> None:
-        cluster = ClusterOptions(**{field.name: given.pop(name) for name, field in options.items()})
-        command(**given, cluster=cluster)
-
-    # Typer reads both.
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_options
 
 
 def user_here() -> str:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.actors.cli.output import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_FAILED, Json, Quiet, Steadily, say, write_json
+from headrace.actors.cli.output import Json, Quiet, Steadily, say, write_json
+from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_FAILED
 
 data_app = typer.Typer(no_args_is_help=True, help="Convert data sets, and try their tasks.")
 

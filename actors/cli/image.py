@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.output import EXIT_DIRTY, Json, console, result_console, say, show, write_json
+from headrace.actors.cli.output import Json, console, result_console, say, show, write_json
+from headrace.actors.run.exit_codes import EXIT_DIRTY
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox

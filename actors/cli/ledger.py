@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.actors.cli.output import EXIT_DIRTY, Json, say, write_json
+from headrace.actors.cli.output import Json, say, write_json
+from headrace.actors.run.exit_codes import EXIT_DIRTY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
-from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
-from headrace.actors.cli.output import say
+from headrace.actors.cli.cluster_access import ClusterOptions
+from headrace.actors.cli.output import say, with_records
 from headrace.actors.cli.remote_runs import print_logs
 from headrace.actors.errors import ConfigError, RunRefused
 from headrace.actors.record.files.log_lines import RunLogs, Wanted, actor_of, logs_in
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.files.run_directory import RunDirectory
 
-__all__ = ["logs"]
-
 FOLLOW_S: Final = 0.5
 """Interval between two looks for new lines."""
 
 
-@on_cluster
+@with_records
 def logs(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, or its id on a cluster.")],
     cluster: ClusterOptions,

@@ -1,13 +1,16 @@
-"""Exit codes, common options and output functions shared by all commands."""
+"""Common options and output functions shared by all commands."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_origin, get_type_hints
 
 import orjson
 import typer
@@ -16,7 +19,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from headrace.actors.errors import ActorError, ConfigError, RunError
-from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
 from headrace.buffer.errors import ReplayError, TaskFileError
 from headrace.policies.errors import LearnerError, PolicyError
 from headrace.sandboxes.errors import SandboxError
@@ -44,6 +46,36 @@ Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no live progress.")]
+
+
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in place of each record among its parameters, the record's annotated fields as options."""
+    own = inspect.signature(command, eval_str=True).parameters
+    records: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
+    parameters = [one.replace(kind=one.KEYWORD_ONLY) for name, one in own.items() if name not in records]
+    options: dict[str, dict[str, str]] = {name: {} for name in records}
+    for name, record in records.items():
+        hints = get_type_hints(record, include_extras=True)
+        for field in fields(record):
+            if get_origin(hint := hints[field.name]) is Annotated:
+                # A command may have a parameter of the same name, such as the URL of an engine.
+                option = f"{name}_{field.name}" if field.name in own else field.name
+                options[name][field.name] = option
+                default = inspect.Parameter.empty if field.default is MISSING else field.default
+                parameters.append(
+                    inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+                )
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        for name, record in records.items():
+            given[name] = record(**{field: given.pop(option) for field, option in options[name].items()})
+        command(**given)
+
+    # Typer reads both.
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
 
 
 def console() -> Console:
@@ -134,24 +166,6 @@ def addressed(json: Path | None) -> tuple[Path | None, Callable[[str], None]]:
     """Return the file of `--json` for a server that writes more than its URL into it, and how to announce its URL."""
     file = None if str(json) == "-" else json
     return file, lambda url: announce(url, None if file else json)
-
-
-__all__ = [
-    "EXIT_BAD_INPUT",
-    "EXIT_DIRTY",
-    "EXIT_DRAINED",
-    "EXIT_FAILED",
-    "EXIT_TRANSIENT",
-    "Json",
-    "Quiet",
-    "addressed",
-    "announce",
-    "console",
-    "engine_table",
-    "say",
-    "show",
-    "write_json",
-]
 
 
 EXPECTED: tuple[type[Exception], ...] = (

@@ -21,13 +21,14 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli.cluster_access import run_id_of
-from headrace.actors.cli.output import EXIT_DRAINED, EXIT_FAILED, EXPECTED, say, show, write_json
+from headrace.actors.cli.output import EXPECTED, say, show, write_json
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.cluster.runs.records import RUN_ID, ActualState, RunId
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.absences import Absent
 from headrace.actors.record.files.log_lines import event_of
 from headrace.actors.record.files.log_warnings import SHOWN, WarningLines
+from headrace.actors.run.exit_codes import EXIT_DRAINED, EXIT_FAILED
 from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.cli.cluster_access import ClusterOptions
     from headrace.actors.cluster.runs.contract import RunsClient
-    from headrace.actors.cluster.runs.records import RunEvent, RunRecord
+    from headrace.actors.cluster.runs.records import RunRecord
     from headrace.actors.record.files.log_lines import Wanted
 
 Event: TypeAlias = "Mapping[str, Any]"
@@ -76,7 +77,7 @@ def follow_run(cluster: ClusterOptions, run: str, *, json: Path | None = None) -
         showing = asyncio.create_task(warnings.keep_showing())
         try:
             async for event in client.events(run_id):
-                say(_line(event))
+                say(f"{utc(event.time_s)}  {event.state:9} {event.text}")
         finally:
             showing.cancel()
         await warnings.show()
@@ -219,7 +220,3 @@ def _runs_table(records: Iterable[RunRecord]) -> Table:
         submitted = utc(record.submitted_s)
         table.add_row(record.run_id, record.name, record.owner, record.actual.value, submitted, record.reason)
     return table
-
-
-def _line(event: RunEvent) -> str:
-    return f"{utc(event.time_s)}  {event.state:9} {event.text}"

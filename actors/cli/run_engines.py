@@ -4,18 +4,13 @@ through the cluster that has it."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster
-from headrace.actors.cli.output import Json, say, write_json
+from headrace.actors.cli.cluster_access import ClusterOptions
+from headrace.actors.cli.output import Json, say, with_records, write_json
 from headrace.actors.cluster.runs.contract import EngineChange, RunsApi
-
-if TYPE_CHECKING:
-    from headrace.actors.record.files.run_directory import RunDirectory
-
-__all__ = ["add_engine", "remove_engine"]
 
 Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run, or its id on a cluster.")]
 Timeout = Annotated[
@@ -28,7 +23,7 @@ Timeout = Annotated[
 ]
 
 
-@on_cluster
+@with_records
 def add_engine(
     url: Annotated[str, typer.Argument(help="Base URL of a server, http://host:port.")],
     run: Run,
@@ -43,7 +38,7 @@ def add_engine(
         _say(_ask(run, "add", url, timeout_s), json)
 
 
-@on_cluster
+@with_records
 def remove_engine(
     engine: Annotated[str, typer.Argument(help="Engine id, as shown by `headrace status RUN --engines`.")],
     run: Run,
@@ -62,8 +57,9 @@ def remove_engine(
 def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float) -> EngineChange:
     from headrace.actors.engines.requests import ask_group
     from headrace.actors.errors import RunMissing
+    from headrace.actors.run.launch import reopen
 
-    directory = _directory(run)
+    directory = reopen(run)[1]
     if not directory.is_driven():
         raise RunMissing(f"{directory.path} is not live, so its engines cannot be changed; run `headrace resume` first")
     return EngineChange(engine_id=ask_group(directory.engine_requests, kind, what, timeout_s=timeout_s), done=kind)
@@ -72,10 +68,3 @@ def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float)
 def _say(change: EngineChange, json: Path | None) -> None:
     if not write_json(change, json):
         say(f"{change.engine_id}: {'added' if change.done == 'add' else 'removed'}")
-
-
-def _directory(path: Path) -> RunDirectory:
-    """Open the directory of a run. Raises RunMissing."""
-    from headrace.actors.run.launch import reopen
-
-    return reopen(path)[1]

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from pydantic import ValidationError
 
-from headrace.actors.cli.image import ImageFolder
-from headrace.actors.cli.output import Host, IdleSeconds, Json, KeyFile, Port, addressed, announce, say
+from headrace.actors.cli.output import Host, IdleSeconds, Json, KeyFile, Port, addressed, announce, say, with_records
 from headrace.actors.errors import ConfigError, RunError
-from headrace.serve.gateway.exports.export_form import ExportForm
+from headrace.serve.gateway.http.options import StandaloneOptions
+from headrace.serve.sandbox_servers.exec.options import ServeOptions
 
 if TYPE_CHECKING:
     from headrace.policies.processes.server_process import ServerProcess
@@ -176,147 +176,24 @@ def serve_corpus(
 
 
 @serve_app.command("gateway")
-def serve_gateway(
-    engine: Annotated[str, typer.Option(help="Base URLs of SGLang servers, separated by commas.")],
-    tokenizer: Annotated[Path, typer.Option(help="Directory with the tokenizer.json and chat template of the policy.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    admin_token_file: Annotated[Path, typer.Option(help="File with the admin token; created if missing.")] = Path(
-        "gateway-admin-token"
-    ),
-    engine_key_file: Annotated[
-        Path | None, typer.Option(help="Private file with the key of the engines; by default they have none.")
-    ] = None,
-    advertise_url: Annotated[str | None, typer.Option(help="Base URL given to agents on other hosts.")] = None,
-    state: Annotated[
-        Path | None, typer.Option(help="Folder for session logs; by default sessions are kept in memory.")
-    ] = None,
-    parser: Annotated[
-        str, typer.Option(help="Tool call parser: auto, hermes, qwen3_coder, none, sglang:NAME.")
-    ] = "auto",
-    max_context_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Context limit of a session; by default that of the engines.")
-    ] = None,
-    export: Annotated[
-        Path | None, typer.Option(help="Folder to write each finished session to; by default none is written.")
-    ] = None,
-    export_form: Annotated[
-        ExportForm, typer.Option(help="Form of the files in the --export folder.")
-    ] = ExportForm.ROWS,
-    processes: Annotated[
-        int, typer.Option(min=1, help="Number of processes, at most one for each core; each has a port of its own.")
-    ] = 1,
-    json: Json = None,
-) -> None:
+@with_records
+def serve_gateway(options: StandaloneOptions, json: Json = None) -> None:
     """Serve a token-exact proxy in front of engines. Agents use Anthropic Messages, OpenAI Chat Completions or
     Responses; you get every sampled token: POST /sessions opens a session, POST /sessions/ID/finish returns it."""
-    from headrace.serve.gateway.http.standalone import StandaloneOptions
     from headrace.serve.gateway.processes.program import serve_gateway
 
-    options = StandaloneOptions(
-        engine_urls=tuple(url.strip().rstrip("/") for url in engine.split(",") if url.strip()),
-        tokenizer_dir=tokenizer,
-        admin_token_file=admin_token_file,
-        host=host,
-        port=port,
-        advertise_url=advertise_url,
-        state=state,
-        parser=parser,
-        max_context_tokens=max_context_tokens,
-        engine_key_file=engine_key_file,
-        export=export,
-        export_form=export_form,
-        processes=processes,
-    )
     serve_gateway(options, lambda url: announce(url, json))
 
 
-ImageMapFile = Annotated[
-    Path | None, typer.Option(help="TOML or JSON file that maps template names to image references.")
-]
-KeysFile = Annotated[
-    Path | None,
-    typer.Option(help="File of API keys, one `name:key[:max_sandboxes]` per line, or more (docs)."),
-]
-StateFolder = Annotated[
-    Path | None, typer.Option(help="Folder for the sandbox table; by default it is kept in memory.")
-]
-HostUrls = Annotated[
-    list[str] | None,
-    typer.Option(help="URL of an exec server whose sandboxes are served instead of local ones; may be repeated."),
-]
-HostKey = Annotated[Path | None, typer.Option(help="File with the key of the exec servers given by --host-url.")]
-PortDomain = Annotated[
-    str, typer.Option(help="Domain of the host names of ports; by default localhost with the port of this server.")
-]
-
-
 @serve_app.command("sandbox")
-def serve_sandboxes(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to bind; any address other than loopback requires --keys.")
-    ] = "127.0.0.1",
-    image_map: ImageMapFile = None,
-    metadata_image_key: Annotated[str, typer.Option(help="Metadata key of create requests that names the image.")] = "",
-    keys: KeysFile = None,
-    state: StateFolder = None,
-    keep_sandboxes: Annotated[
-        bool,
-        typer.Option("--keep-sandboxes", help="Keep sandboxes at shutdown for the next server with the same --state."),
-    ] = False,
-    domain: PortDomain = "",
-    sudo: Annotated[
-        bool, typer.Option("--sudo/--no-sudo", help="Let the users of E2B sandboxes run commands as root with sudo.")
-    ] = True,
-    image_folder: ImageFolder = None,
-    max_sandboxes: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of sandboxes, alive or frozen.")
-    ] = None,
-    memory: Annotated[str, typer.Option(help="Memory of a sandbox, such as 2G.")] = "",
-    disk: Annotated[str, typer.Option(help="Size of a sandbox's file layer, such as 1G.")] = "",
-    processes: Annotated[int | None, typer.Option(min=8, help="Maximum number of processes of a user in it.")] = None,
-    files: Annotated[int | None, typer.Option(min=64, help="Maximum number of open files of a process in it.")] = None,
-    api: Annotated[
-        str, typer.Option(help="APIs to serve, separated by commas: e2b, exec, dropin.")
-    ] = "e2b,exec,dropin",
-    lease_s: Annotated[float, typer.Option(help="Seconds after which an unused drop-in container is removed.")] = 900,
-    host_url: HostUrls = None,
-    host_key: HostKey = None,
-    build_network: Annotated[
-        str, typer.Option(help="Network of the RUN steps of template builds: none, or host for the host's own.")
-    ] = "none",
-    json: Json = None,
-) -> None:
+@with_records
+def serve_sandboxes(options: ServeOptions, json: Json = None) -> None:
     """Serve sandboxes over E2B's API (set E2B_API_URL and E2B_SANDBOX_URL to the printed URL), over the API of the
     provider `remote`, and as a drop-in for swe_exec_server and swe_env_pool_server."""
     from headrace.actors.evaluation.graders.patch import apply_patch
-    from headrace.serve.sandbox_servers.exec.server import ServeOptions, serve
+    from headrace.serve.sandbox_servers.exec.server import serve
 
-    options = ServeOptions(
-        host=host,
-        port=port,
-        max_sandboxes=max_sandboxes,
-        memory=memory,
-        disk=disk,
-        processes=processes,
-        files=files,
-        image_folder=image_folder,
-        image_map=image_map,
-        metadata_image_key=metadata_image_key,
-        keys=keys,
-        state=state,
-        keep_sandboxes=keep_sandboxes,
-        domain=domain,
-        sudo=sudo,
-        apis=api,
-        lease_s=lease_s,
-        host_urls=tuple(host_url or ()),
-        host_key=host_key,
-        apply_patch=apply_patch,
-        build_network=build_network,
-    )
-    serve(options, lambda url: announce(url, json))
+    serve(options, lambda url: announce(url, json), apply_patch)
 
 
 def server_process(

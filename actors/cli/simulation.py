@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from headrace.actors.cli.output import EXIT_DIRTY, Json, Quiet, console, say, show, write_json
-
-__all__ = ["simulate", "tune"]
+from headrace.actors.cli.output import Json, Quiet, console, say, show, write_json
+from headrace.actors.run.exit_codes import EXIT_DIRTY
 
 
 def simulate(

@@ -9,8 +9,8 @@ import orjson
 import typer
 from rich.table import Table
 
-from headrace.actors.cli.cluster_access import ClusterOptions, on_cluster, run_id_of
-from headrace.actors.cli.output import Json, engine_table, say, show, write_json
+from headrace.actors.cli.cluster_access import ClusterOptions, run_id_of
+from headrace.actors.cli.output import Json, engine_table, say, show, with_records, write_json
 from headrace.actors.cli.remote_runs import absent_lines, show_run, show_runs
 from headrace.actors.cluster.runs.contract import RunsApi
 from headrace.actors.errors import ConfigError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.actors.cluster.runs.contract import RunsClient
 
 
-@on_cluster
+@with_records
 def status(
     cluster: ClusterOptions,
     run_dir: Annotated[

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from headrace.actors.derivation import clocks
 from headrace.actors.derivation.host import Host, gigabytes, this_host
 from headrace.actors.derivation.terms import USED_RAM, Terms
-from headrace.actors.runtime.recipe_section import overlaid
+from headrace.buffer.primitives.sections import overlaid
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.miniatures.names import name_of
 from headrace.policies.models import tiny

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.actors.engines.registry import address
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
 from headrace.policies.sglang.server import OWN_OPTIONS
 
@@ -33,10 +34,8 @@ class Placement(StrEnum):
     """Each in its own Ray actor, spread over the hosts of the cluster."""
 
 
-class SGLangSection(BaseModel):
+class SGLangSection(Section):
     """Installation and options of SGLang servers that the group starts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Path | None = None
     """Interpreter of an environment with SGLang; None uses the installed one (guide 'SGLang')."""
@@ -50,10 +49,8 @@ class SGLangSection(BaseModel):
     """Additional options of sglang.launch_server; they override options that follow from other keys."""
 
 
-class EnginesConfig(BaseModel):
+class EnginesConfig(Section):
     """Config of a run's inference engines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: Literal["cpu", "sglang", "simulated"] = "cpu"
     """Kind of the `count` engines: `cpu` is the embedded engine, `sglang` starts SGLang servers, `simulated` only takes

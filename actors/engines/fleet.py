@@ -315,15 +315,12 @@ class EngineHandle(Protocol):
 
     async def is_alive(self) -> bool:
         """Return False if the engine can no longer answer. Returns within a bounded time."""
-        ...
 
     async def stop(self) -> None:
         """Shut the engine down, unless it is attached. Idempotent."""
-        ...
 
     async def kill(self) -> None:
         """End the engine immediately, unless it is attached. Idempotent."""
-        ...
 
 
 class _LocalProcess:

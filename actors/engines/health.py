@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import aiohttp
 import orjson
@@ -37,15 +36,13 @@ from headrace.actors.engines.fleet import Fleet, FleetMember
 from headrace.actors.engines.gate import GatewayGate
 from headrace.actors.engines.journal import BrokenPush
 from headrace.actors.engines.members_file import EngineStatus, Roster
+from headrace.actors.engines.pusher import Pusher
 from headrace.actors.engines.registry import EngineRegistry, EngineState
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineDown, EngineError, EngineRefused
 from headrace.policies.push.resuming import resume
 from headrace.policies.sglang.client import SGLangEngine
 from headrace.policies.sglang.transport import authorization, reason
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.pusher import Pusher
 
 SILENT_CALLS = 8
 """Number of consecutive turns that an engine leaves unanswered, along with their aborts, before it fails: such an

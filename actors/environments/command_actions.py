@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from headrace.actors.environments.environment import BASH, DONE, RUN, Action, Observation, ObservationPart, PartKind
 from headrace.actors.services.chat import ChatMessage, ChatTool
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
@@ -47,10 +48,8 @@ class ActionRefused(ValueError):
     """An action that cannot be performed; the message tells the policy why."""
 
 
-class CommandConfig(BaseModel):
+class CommandConfig(Section):
     """Settings shared by environments that run commands."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     working_directory: str = "/workspace"
     """Working directory of commands; in a terminal, where its shell starts."""

@@ -11,7 +11,7 @@ from headrace.actors.environments.retail.environment import RetailConfig
 from headrace.actors.environments.search import SearchConfig
 from headrace.actors.environments.shell import ShellConfig
 from headrace.actors.environments.terminal import TerminalConfig
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 
 
 class EnvironmentKind(StrEnum):

@@ -105,20 +105,16 @@ class Episode(Protocol):
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """Messages that open the conversation. If there are none, the agent writes the task's own messages."""
-        ...
 
     @property
     def tools(self) -> tuple[ChatTool, ...]:
         """Tools that the policy is offered, for agents that use tool calls."""
-        ...
 
     async def act(self, action: Action) -> Observation:
         """Perform an action. Raises SandboxError, ServiceDown."""
-        ...
 
     async def close(self) -> EpisodeEnd:
         """End the episode. Raises SandboxError, ServiceDown."""
-        ...
 
 
 class Environment(Protocol):
@@ -128,18 +124,14 @@ class Environment(Protocol):
     @property
     def needs_sandbox(self) -> bool:
         """Whether an episode acts in a sandbox. If not, none is leased, and `sandbox` is None."""
-        ...
 
     @property
     def actions(self) -> frozenset[str] | None:
         """Names of the actions that every episode accepts, or None if they are not known before an episode opens."""
-        ...
 
     @property
     def services(self) -> tuple[str, ...]:
         """Names of the services that episodes use."""
-        ...
 
     async def open(self, task: Task, sandbox: Sandbox | None, services: Services, clock: Clock) -> Episode:
         """Open an episode. Raises SandboxError, ServiceDown."""
-        ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.environments.environment import (
     ANSWER,
@@ -25,6 +25,7 @@ from headrace.actors.environments.environment import (
 )
 from headrace.actors.services.chat import ChatMessage, ChatTool
 from headrace.actors.services.service import Passage, Retriever, Services
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import Sandbox
 
@@ -35,10 +36,8 @@ EMPTY_QUERY: Final = "\nThe query is empty. Write it between <search> and </sear
 _TITLED: Final = re.compile(r'\s*"(.*?)"\s*\n(.*)', re.DOTALL)
 
 
-class SearchConfig(BaseModel):
+class SearchConfig(Section):
     """Settings of the search environment."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     retriever: str = "retriever"
     """Name of the retriever, a table of [services]."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from opentelemetry.trace import Tracer
 
@@ -37,9 +37,7 @@ from headrace.buffer.trajectories.breakdown import (
 from headrace.buffer.trajectories.timeline import Timeline
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.boot import Lease, placed
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import SessionReport
+from headrace.serve.gateway.capture.rows import SessionReport
 
 SERVICE_PHASE: Final = "service."
 """Prefix of the phases of services, which take a part of the agent's time."""

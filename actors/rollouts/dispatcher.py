@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
@@ -36,6 +36,7 @@ from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.training.replay import NEVER_EVALUATED, Evaluated
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks.task import Task, tasks_digest
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
@@ -62,10 +63,8 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.dispatcher")
 
 
-class DispatcherConfig(BaseModel):
+class DispatcherConfig(Section):
     """Concurrency of rollouts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots_per_worker: int = Field(default=32, ge=1)
     """Maximum number of concurrent training rollouts per worker."""
@@ -111,7 +110,6 @@ class Engines(Protocol):
 
     async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
         """Return whether an engine is serving, as soon as that differs from `unlike` or after `timeout_s`."""
-        ...
 
 
 class Dispatcher:
@@ -130,7 +128,7 @@ class Dispatcher:
         observing: ActorTelemetry | None = None,
     ) -> None:
         """`sources` are the names of the run's sources of tasks, if it has several."""
-        self._config, self._sources = config, sources
+        self._sources = sources
         self._engines = engines
         self._observing = observing
         self._engines_serve = asyncio.Event()

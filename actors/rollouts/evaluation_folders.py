@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import orjson
 
@@ -31,7 +31,7 @@ from headrace.actors.rollouts.answers import (
     folder_name,
     json_bytes,
 )
-from headrace.actors.rollouts.recorded_stations import RolloutReports
+from headrace.actors.rollouts.rollout_reports import RolloutReports
 from headrace.actors.rollouts.summary import About
 from headrace.actors.runtime.actors.batching import Batcher
 from headrace.actors.training.replay import Evaluated
@@ -39,9 +39,7 @@ from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.primitives.exit_stack import ResourceOwner
 from headrace.buffer.tasks.task import TaskId
 from headrace.buffer.trajectories.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import TranscriptTurn
+from headrace.serve.gateway.capture.rows import TranscriptTurn
 
 MAX_CONVERSATION_BYTES, MAX_PATCH_BYTES, MAX_LOG_BYTES = 8 << 20, 4 << 20, 1 << 20
 TRUNCATED = b"\n[cut here: over the cap]\n"

@@ -19,10 +19,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from opentelemetry import trace
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.agents.programs.agent import AgentReport, StopReason
 from headrace.actors.evaluation.graders.evaluation import EvaluationRequest, Verdict
@@ -32,6 +32,7 @@ from headrace.actors.evaluation.graders.verdict import NO_SANDBOX, invalid, task
 from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.runtime.pools.leases import lease_attributes
 from headrace.actors.services.figures import ServiceTime, current_service_time
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import ATTACH, RELEASE
@@ -43,13 +44,11 @@ from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef, 
 from headrace.sandboxes.errors import QueueTimeout, SandboxError
 from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 from headrace.serve.gateway.capture.events import Exhausted
+from headrace.serve.gateway.capture.rows import SessionReport
 from headrace.serve.gateway.errors import ServeError
+from headrace.serve.gateway.http.client import OpenedSession
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import current_trace_id, traceparent_of
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import SessionReport
-    from headrace.serve.gateway.http.client import OpenedSession
 
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 ANSWER_S = 5.0
@@ -62,10 +61,8 @@ logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollouts.rollout")
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Section):
     """Deadlines of one rollout: one for each phase, and one for the whole."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     queue_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline for obtaining a slot in the pool."""
@@ -97,22 +94,18 @@ class Stations(Protocol):
     @property
     def folders(self) -> tuple[HostFolder, ...]:
         """Host folders that are mounted in the agent's sandbox."""
-        ...
 
     @property
     def agent_name(self) -> str:
         """Name of the agent's kind."""
-        ...
 
     @property
     def needs_sandbox(self) -> bool:
         """Whether the agent acts in a sandbox."""
-        ...
 
     @property
     def keeps_time(self) -> bool:
         """Whether the agent ends by itself at its deadline."""
-        ...
 
     async def lease(self, request: LeaseRequest) -> Lease: ...
 
@@ -124,13 +117,11 @@ class Stations(Protocol):
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         """Close a session. If `conversation` is set, the report includes every turn as text."""
-        ...
 
     async def run_agent(
         self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
     ) -> AgentReport:
         """Run the agent, whose deadline is `agent_s`, in a sandbox if it needs one."""
-        ...
 
     async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict: ...
 

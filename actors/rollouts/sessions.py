@@ -55,11 +55,9 @@ class Sessions(Protocol):
 
     def given(self, session: OpenedSession, *, context_tokens: int) -> AgentSession:
         """Return the session in the form that the agent receives."""
-        ...
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
         """Finish a session. If `conversation` is set, the report includes the text of all turns."""
-        ...
 
 
 class GatewaySessions(ResourceOwner):

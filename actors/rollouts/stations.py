@@ -27,6 +27,7 @@ from headrace.actors.record.files.parts import in_part
 from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.records import RolloutStore
 from headrace.actors.rollouts.rollout import RolloutConfig
+from headrace.actors.rollouts.rollout_reports import RolloutReports
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions, Sessions, SimulatedSessions
 from headrace.actors.runtime.actors.operations import OperationCalls
 from headrace.actors.runtime.pools.gateway import GatewayActor
@@ -177,6 +178,10 @@ class SourceStations:
     def __init__(self, shared: WorkerStations, parts: SourceParts) -> None:
         self._shared, self._parts = shared, parts
 
+    def recorded(self) -> RecordedStations:
+        """Return stations for one rollout that store its reports."""
+        return RecordedStations(self._shared, self._parts)
+
     @property
     def config(self) -> RolloutConfig:
         """Deadlines of the source's rollouts."""
@@ -254,6 +259,29 @@ class SourceStations:
         # Includes the sandbox: if a reset worker repeats an attempt, that is another evaluation.
         key = f"{request.key}.{request.sandbox.id or uuid.uuid4().hex}"
         return await self._shared.evaluations(key, request)
+
+
+class RecordedStations(SourceStations):
+    """Stations of an evaluation rollout, which store the reports of its agent, session and evaluator in `reports`.
+    Recording does not change the rollout; the gateway and the evaluator only report more."""
+
+    def __init__(self, shared: WorkerStations, parts: SourceParts) -> None:
+        super().__init__(shared, parts)
+        self.reports = RolloutReports()
+
+    async def finish_session(self, session: OpenedSession, *, conversation: bool = True) -> SessionReport:
+        self.reports.session = await super().finish_session(session, conversation=conversation)
+        return self.reports.session
+
+    async def run_agent(
+        self, order: RolloutOrder, task: Task, sandbox: Sandbox | None, session: OpenedSession, agent_s: float
+    ) -> AgentReport:
+        self.reports.agent = await super().run_agent(order, task, sandbox, session, agent_s)
+        return self.reports.agent
+
+    async def evaluate(self, task: Task, request: EvaluationRequest) -> Verdict:
+        self.reports.verdict = await super().evaluate(task, replace(request, keep=True))
+        return self.reports.verdict
 
 
 def lowered(budgets: Budgets, limits: TaskLimits) -> Budgets:

@@ -27,7 +27,6 @@ from headrace.actors.errors import ActorLost
 from headrace.actors.record.files.running import RunningFile
 from headrace.actors.rollouts.answers import Answer, answer_of
 from headrace.actors.rollouts.attempt_time import AttemptTime
-from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import CANCELLED, RunningAttempt
 from headrace.actors.rollouts.running_book import RunningBook
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
@@ -243,7 +242,7 @@ class RolloutWorker:
             if spent.began_at_s is not None:
                 spent.labels["load"] = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
             stations = self._stations.of(order.task_id)
-            recorded = RecordedStations(stations) if is_evaluation and folders is not None else None
+            recorded = stations.recorded() if is_evaluation and folders is not None else None
             attempt = RunningAttempt(order, task, recorded or stations, stations.config, spent)
             try:
                 result = await attempt.run()

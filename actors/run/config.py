@@ -31,20 +31,15 @@ from headrace.actors.rollouts.dispatcher import DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.run import sources as sources
 from headrace.actors.run.placement import ClusterSection
-from headrace.actors.run.sections import (
-    EvaluationSection,
-    ModelSection,
-    SamplingSection,
-    ServiceSection,
-)
+from headrace.actors.run.sections import EvaluationSection, ModelSection, SamplingSection, ServiceSection
 from headrace.actors.run.sources import TaskSetConfig, TasksSection
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
-from headrace.actors.runtime.recipe_section import Section
 from headrace.actors.services.config import ServiceConfig, ServiceName
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.source_names import source_name
 from headrace.buffer.core.task_sources.shares import Source
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.step_scores import Credit
 from headrace.policies.learners.config import LearnerConfig

@@ -55,13 +55,7 @@ from headrace.actors.run.task_sets import Allow, TaskSets
 from headrace.actors.runtime.actors.call_guard import guard, keep_running
 from headrace.actors.runtime.actors.interrupts import Interrupts
 from headrace.actors.runtime.actors.operations import ABSENCE
-from headrace.actors.runtime.actors.runtime import (
-    RayRuntime,
-    Runtime,
-    offered_gpus,
-    start_local_ray,
-    stop_local_ray,
-)
+from headrace.actors.runtime.actors.runtime import RayRuntime, Runtime, offered_gpus, start_local_ray, stop_local_ray
 from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_services, stop_services
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock

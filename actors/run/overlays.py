@@ -16,7 +16,7 @@ from typing import Any
 from headrace.actors.derivation import clocks
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig, Tell, absolute_paths, apply_override, read_recipe, resolve
-from headrace.actors.runtime.recipe_section import overlaid
+from headrace.buffer.primitives.sections import overlaid
 
 SET = "--set"
 DEFAULT = "default"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 import orjson
 
@@ -68,7 +68,6 @@ from headrace.serve.gateway.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
-R = TypeVar("R")
 logger = logging.getLogger(__name__)
 OBSERVER_EVERY_S: Final = 5.0
 """Time between two calls of the observer."""

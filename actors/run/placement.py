@@ -18,7 +18,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.runtime.actors.nodes import Bundle, NodeRole
 from headrace.actors.runtime.actors.operations import DEFAULT_ABSENT_S
 from headrace.actors.runtime.actors.runtime import PLAIN, Resources
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 
 if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig

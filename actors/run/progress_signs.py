@@ -18,17 +18,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
 
 from headrace.actors.derivation import clocks
 from headrace.actors.derivation.terms import Terms
 from headrace.actors.engines.registry import EngineState
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.supervision import StatusSnapshot
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 from headrace.buffer.trajectories.versions import PolicyVersion
-
-if TYPE_CHECKING:
-    from headrace.actors.run.config import RunConfig
 
 RESULT_ROLLOUTS = 2.0
 """Multiple of the longest rollout's duration within which at least one rollout must have a result; after that, turns

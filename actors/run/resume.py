@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
 from headrace.actors.record.files.run_directory import RunDirectory
+from headrace.actors.run.config import RunConfig
 from headrace.buffer.audit.evidence import has_begun, streamed
 from headrace.buffer.audit.resume_report import ResumeReport, resume_report
 from headrace.buffer.audit.verify import lost_rollouts
@@ -35,10 +36,6 @@ from headrace.policies.learners.checkpoints import (
     usable_checkpoint,
 )
 from headrace.policies.learners.config import trained_as
-
-if TYPE_CHECKING:
-    from headrace.actors.run.config import RunConfig
-
 
 R = TypeVar("R")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
 
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 from headrace.serve.gateway.capture.session import TrainedPart, with_main
 
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 from headrace.actors.engines.gate import stats_of
 from headrace.actors.errors import RunStalled
@@ -53,8 +53,6 @@ from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks.task import load_tasks
 from headrace.buffer.trajectories.types import GroupId, StepReport
 from headrace.policies.learners.checkpoint_retention import begin_evaluation, end_evaluation
-
-R = TypeVar("R")
 
 STALL_RECORD_S = 5.0
 """Time limit for the record of a stall, which may have the lost writer of the metrics as its cause."""

@@ -18,8 +18,8 @@ from typing import Any, Final, Self
 from pydantic import Field, model_validator
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.runtime.recipe_section import Section, overlaid
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.primitives.sections import Section, overlaid
 from headrace.buffer.tasks.task import Task, TaskId, task_digest
 
 KEY: Final = "tasks.sources"

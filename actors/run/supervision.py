@@ -14,9 +14,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from headrace.actors.engines.gate import stats_of
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluation.graders.evaluator import Evaluator
@@ -25,6 +26,7 @@ from headrace.actors.record.files.utilisation import SERVICE, Station, StationLo
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherStatus
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
+from headrace.actors.run.config import RunConfig
 from headrace.actors.run.progress import Progress
 from headrace.actors.runtime.actors.call_guard import AwakeClock
 from headrace.actors.runtime.actors.recording import record
@@ -37,10 +39,6 @@ from headrace.actors.training.replay import Replay, parked_line
 from headrace.buffer.core.replay import BufferStatus, SourceStatus
 from headrace.sandboxes.pool.pool import PoolStatus
 from headrace.serve.gateway.http.gateway import GatewayStats
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.group import EngineGroup
-    from headrace.actors.run.config import RunConfig
 
 R = TypeVar("R")
 

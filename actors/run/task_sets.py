@@ -27,12 +27,7 @@ from headrace.actors.runtime.pools.providers import refuse_absent_images
 from headrace.actors.runtime.simulated.tasks import FAMILY, simulated_tasks
 from headrace.buffer.core.source_names import id_in_run
 from headrace.buffer.tasks.datasets.terminal import Split, generate
-from headrace.buffer.tasks.evaluators import (
-    PluginEvaluator,
-    RepositoryEvaluator,
-    SumEvaluator,
-    VerifierEvaluator,
-)
+from headrace.buffer.tasks.evaluators import PluginEvaluator, RepositoryEvaluator, SumEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.task import Task, TaskId, read_tasks
 
 Allow = Callable[[Iterable[Task]], None]

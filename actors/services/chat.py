@@ -163,11 +163,9 @@ class Chat(Protocol):
 
     async def __call__(self, messages: Sequence[ChatMessage], options: ChatOptions = PLAIN) -> ChatReply:
         """Return the answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
-        ...
 
     async def count(self, messages: Sequence[ChatMessage]) -> int:
         """Return the number of tokens in the prompt of the messages. Raises ChatFailed."""
-        ...
 
 
 class NoChat:

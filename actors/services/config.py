@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 
 ServiceName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 """Name of a service, which is also the stem of its files in the run directory."""

@@ -41,7 +41,6 @@ class Retriever(Protocol):
 
     async def retrieve(self, queries: Sequence[str], *, top_k: int) -> list[list[Passage]]:
         """Return the best passages for each query, best first; none if nothing matches. Raises ServiceDown."""
-        ...
 
 
 class HelperModel(Protocol):
@@ -51,7 +50,6 @@ class HelperModel(Protocol):
         self, messages: Sequence[ChatMessage], *, max_tokens: int, temperature: float, seed: int | None = None
     ) -> str:
         """Return the answer to a conversation. Raises ServiceDown."""
-        ...
 
 
 class RewardServer(Protocol):
@@ -60,7 +58,6 @@ class RewardServer(Protocol):
     async def score(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer to a rollout's document, an object with `reward`, whose values are not checked. Raises
         ServiceDown."""
-        ...
 
 
 class Services(Protocol):
@@ -68,15 +65,12 @@ class Services(Protocol):
 
     def retriever(self, name: str) -> Retriever:
         """Return a retriever. Raises ConfigError if there is none with this name."""
-        ...
 
     def model(self, name: str) -> HelperModel:
         """Return a helper model. Raises ConfigError if there is none with this name."""
-        ...
 
     def reward(self, name: str) -> RewardServer:
         """Return a reward server. Raises ConfigError if there is none with this name."""
-        ...
 
 
 class NoServices:

@@ -18,10 +18,10 @@ from typing import Any, Final, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from headrace.actors.runtime.recipe_section import Section
 from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.rule_user import STOP, RuleUser
 from headrace.actors.services.service import HelperModel, ServiceDown, Services
+from headrace.buffer.primitives.sections import Section
 
 GREETING: Final = "Hi! How can I help you today?"
 """The agent's words before the user's first line, for helper models."""
@@ -68,11 +68,9 @@ class UserSimulator(Protocol):
 
     async def reset(self, instruction: str) -> str:
         """Return the first line. Raises ServiceDown."""
-        ...
 
     async def step(self, text: str) -> str:
         """Return the answer to the agent's text. Raises ServiceDown."""
-        ...
 
 
 class SimulatorKind(StrEnum):

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import orjson
 
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError
 from headrace.actors.record.files.absences import Absences
 from headrace.actors.runtime.actors.runtime import end_actor
@@ -29,9 +29,6 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import TrainerRefused, TrainerStateLost
 from headrace.policies.learner import Learner
 from headrace.policies.learners.config import LearnerConfig
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.group import EngineGroup
 
 LEARNER: Final = "learner"
 """Name of the learner's actor in its run."""
@@ -62,16 +59,14 @@ class ExternalTrainerLoop(LearnerLoop):
             refused = {RolloutId(rollout): reason for rollout, reason in call.refused.items()}
             await self._trainer.release(call.lease, call.reason, refused)
         else:
-            await self._weights(PolicyVersion.parse(call.version), call.path)
+            version = PolicyVersion.parse(call.version)
+            if call.path is None and not await cast("EngineGroup", self._engines).holding(version):
+                raise TrainerRefused(
+                    f"no engine reports version {version}: push the weights with weight_version {version} first, and "
+                    "let the engines continue"
+                )
+            await self._trainer.weights(version, call.path)
         return b"{}"
-
-    async def _weights(self, version: PolicyVersion, directory: Path | None) -> None:
-        if directory is None and not await cast("EngineGroup", self._engines).holding(version):
-            raise TrainerRefused(
-                f"no engine reports version {version}: push the weights with weight_version {version} first, and let "
-                "the engines continue"
-            )
-        await self._trainer.weights(version, directory)
 
     async def _take(self, call: Take) -> TrainerOrder:
         version = None if call.version is None else PolicyVersion.parse(call.version)

@@ -28,12 +28,13 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from opentelemetry import trace
 from opentelemetry.trace import Link, Span
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from headrace.actors.engines.group import EngineGroup
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.collapse import ADVICE, CollapseWatch
@@ -49,6 +50,7 @@ from headrace.actors.training.slime_learner import SlimeLearner
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, CheckpointLate, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.trajectories.types import Batch, BatchItem, BatchLease, CheckpointRef, GroupId, StepReport
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -61,9 +63,6 @@ from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLear
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from headrace.serve.tracing import span_names as names
 from headrace.serve.tracing.tracing import attempt_context
-
-if TYPE_CHECKING:
-    from headrace.actors.engines.group import EngineGroup
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.training.learner")
@@ -103,10 +102,8 @@ _FRUITLESS_STAGES = frozenset({Stage.OPENING, Stage.ABSENT})
 """Stages whose end is no progress: a learner that dies repeatedly opens repeatedly."""
 
 
-class LearnerLoopConfig(BaseModel):
+class LearnerLoopConfig(Section):
     """Config of the learner loop: its length and its checkpoints."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(default=40, ge=1)
     """Optimizer updates of the whole run, counted over all epochs."""

@@ -65,7 +65,7 @@ class SlimeTrainer:
         self.progress = LearnerProgress(resume, epoch=epoch, max_skipped_in_a_row=self._config.max_skipped_in_a_row)
         if resume is not None:
             refuse_mismatch(Path(resume.path), trained_as(self._config))
-        slime, megatron = checkout.find_checkouts(terms.section)
+        slime, megatron = checkout.find_checkouts(terms.learner.slime)
         checkout.make_importable(slime, megatron)
         limits = row_limits(self._config)
         assert limits is not None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace.buffer.core.acceptance import RuleLimits, parse_rule
 from headrace.buffer.core.advantages import AdvantageKind
 from headrace.buffer.core.curriculum import Curriculum
 from headrace.buffer.core.staleness import StalenessBound
+from headrace.buffer.primitives.sections import Section
 
 
-class BufferConfig(BaseModel):
+class BufferConfig(Section):
     """Sizes and rules of the replay buffer."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_size: int = Field(default=64, ge=1)
     """Rollouts in a batch."""

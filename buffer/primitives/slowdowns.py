@@ -13,7 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from headrace.buffer.primitives.sections import Section
 
 
 class SlowKind(StrEnum):
@@ -53,10 +55,8 @@ WHERE: Final[Mapping[SlowKind, str]] = {
 """Tables of a recipe that accept a kind."""
 
 
-class Slowdown(BaseModel):
+class Slowdown(Section):
     """One planted slowdown of a simulated backend."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: SlowKind
     """What is slow: `host`, `image`, `cpu`, `engine`, `retraction`, `gate`, `tool`, `retries` or `evaluator`."""

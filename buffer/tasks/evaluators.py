@@ -11,11 +11,12 @@ import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Discriminator
+from pydantic import AfterValidator, Discriminator
 
-from headrace.buffer.tasks.parts import MAX_REWARD, STRICT, JudgeSpec, why_no_judge
+from headrace.buffer.primitives.sections import StrictRecord
+from headrace.buffer.tasks.parts import MAX_REWARD, JudgeSpec, why_no_judge
 from headrace.buffer.tasks.repositories import RepositorySpec, is_plain_path, why_unusable
 from headrace.buffer.tasks.verifiers import VerifierSpec, why_not_runnable
 
@@ -80,10 +81,8 @@ _Name: TypeAlias = Annotated[str, _must(bool, "is empty; write a name")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardMap:
+class RewardMap(StrictRecord):
     """Rewards in place of an evaluator's own, by whether it found the task solved."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     solved: float = 1.0
     failed: float = 0.0
@@ -95,9 +94,7 @@ def _is_ordered(rewards: RewardMap | None) -> bool:
 
 # Without slots, so that `kind` can be read from the classes, and `super` works in the methods.
 @dataclass(frozen=True, kw_only=True)
-class _Evaluator:
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
+class _Evaluator(StrictRecord):
     rewards: Annotated[
         RewardMap | None, _must(_is_ordered, f"must satisfy -{MAX_REWARD:g} <= failed < solved <= {MAX_REWARD:g}")
     ] = None
@@ -238,14 +235,12 @@ class NoEvaluator(_Evaluator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSpec:
+class AnswerSpec(StrictRecord):
     """Settings of the kind `answer`. The answer is the text of the last pair of tags; it scores 1 if, after
     normalisation (lower case, no punctuation, no articles, single spaces), it equals a target. The format scores are
     those of Search-R1: `structure` for a conversation in which every search is followed by its passages and one answer
     ends it, `retrieval` on top of that if a passage contains a target, and `final` for any answer. A correct answer in
     a conversation of another structure scores 1 - `structure`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     targets: tuple[str, ...] = ()
     tag: str = "answer"
@@ -329,10 +324,8 @@ _Part: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorPart:
+class EvaluatorPart(StrictRecord):
     """One evaluator of a sum, and the weight of its reward."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: _Name
     evaluator: Annotated[_Part, Discriminator("kind")]

@@ -12,13 +12,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
-
-from pydantic import ConfigDict
+from typing import Any, Final, Literal
 
 from headrace.buffer.errors import TaskFileError
+from headrace.buffer.primitives.sections import StrictRecord
 
-STRICT: Final[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 SECRET_CHARACTERS: Final = 24
 """Length from which a text of a secret is looked for in the prompt. Shorter ones, such as names or "ordered by
 mistake", occur in prompts by chance."""
@@ -30,21 +28,17 @@ recomputed. A larger reward is a bug in the evaluator, for example an overflow."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskMessage:
+class TaskMessage(StrictRecord):
     """A message that opens the conversation, in place of the instruction."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     role: Literal["system", "user"]
     content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSpec:
+class EnvironmentSpec(StrictRecord):
     """The environment of a task. `given` may be shown to the agent. `secret` (hidden goals, the instruction of a
     simulated user) reaches only the environment. Both are JSON objects whose meaning the kind defines."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     kind: str
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -52,12 +46,10 @@ class EnvironmentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskLimits:
+class TaskLimits(StrictRecord):
     """Limits of a task's rollouts; None leaves the recipe's. A task can only lower the recipe's limits of clocks, turns
     and tokens. `cpus`, `memory_mb` and `disk_mb` replace the provider's defaults for the agent's sandbox and for those
     of its evaluator."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     agent_s: float | None = None
     """Deadline of the agent, in seconds."""
@@ -88,11 +80,9 @@ class TaskLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeSpec:
+class JudgeSpec(StrictRecord):
     """Settings of the kind `judge`: a model votes on the outcome, and the mean of its votes is the reward. A vote is a
     number from `lowest` to `highest` in `\\boxed{}`."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     votes: int = 3
     """Number of votes; with 1, the reward is a single score."""
@@ -130,10 +120,8 @@ def why_no_judge(judge: JudgeSpec) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOrigin:
+class TaskOrigin(StrictRecord):
     """Origin of a task: its data set, the split that it is in there, and the licence of that data."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     source: str = ""
     split: str = ""
@@ -141,11 +129,9 @@ class TaskOrigin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BinaryFile:
+class BinaryFile(StrictRecord):
     """A file that is stored by reference. `file` is its absolute path on this machine (in a task file: relative to that
     file's folder); `sha256` is hexadecimal and `size` in bytes. Two references are equal if their contents are."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     file: str = field(compare=False)
     sha256: str = ""

@@ -9,20 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator
+from pydantic import Discriminator
 
+from headrace.buffer.primitives.sections import StrictRecord
 from headrace.buffer.tasks.unified_diff import why_not_applicable
-
-_STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestIds:
+class TestIds(StrictRecord):
     """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` has been applied. The
     reward is 1 if every id passed; a missing id counts as not passed. Ids are cut at their first blank, as SWE-bench
     writes them."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     __test__: ClassVar[bool] = False
 
     fail_to_pass: tuple[str, ...]
@@ -32,34 +30,28 @@ class TestIds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalScript:
+class EvalScript(StrictRecord):
     """`remote_env_info.f2p_script`: Python source that ends in `sys.exit(pytest.main(...))`, run as a file outside the
     repository. The reward is 1 if at least one test passed, none failed, and no test that runs on the untouched
     repository was skipped."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     script: str
     kind: Literal["f2p_script"] = "f2p_script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalCommand:
+class EvalCommand(StrictRecord):
     """`eval_cmd`: a shell command that runs pytest. It is scored like a script; its exit code is ignored."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     command: str
     kind: Literal["eval_cmd"] = "eval_cmd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swepro:
+class Swepro(StrictRecord):
     """`swepro`: `before_repo_set_cmd` (shell) puts the tests in place, `run_script` (bash) gets the selected test files
     joined by commas, `parser_script` (Python) turns the logs of that run into `{"tests": [{"name", "status"}]}`.
     The reward is 1 if every name in both lists has the status PASSED."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     run_script: str
     parser_script: str
@@ -74,11 +66,9 @@ Grader = Annotated[TestIds | EvalScript | EvalCommand | Swepro, Discriminator("k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepositorySpec:
+class RepositorySpec(StrictRecord):
     """A repository at `workdir` (an absolute path; from the image or the task's files), and the grader of patches to
     it."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     workdir: str
     grader: Grader

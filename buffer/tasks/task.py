@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, NewType
+from typing import Any, Final, NewType
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from headrace.buffer.errors import TaskFileError
+from headrace.buffer.primitives.sections import StrictRecord
 from headrace.buffer.tasks.evaluators import EvaluatorSpec, KeyFault, RepositoryEvaluator, SumEvaluator
 from headrace.buffer.tasks.parts import (
-    STRICT,
     BinaryFile,
     EnvironmentSpec,
     TaskLimits,
@@ -38,11 +38,9 @@ BINARY_FILES: Final = "binary_files"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(StrictRecord):
     """A problem for the agent. `files` (absolute path inside the sandbox -> text) are written before the agent
     starts."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     id: TaskId
     family: str

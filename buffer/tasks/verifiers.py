@@ -11,10 +11,9 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, Final
+from typing import Final
 
-from pydantic import ConfigDict
-
+from headrace.buffer.primitives.sections import StrictRecord
 from headrace.buffer.tasks.repositories import is_plain_path
 
 TESTS: Final = "/tests"
@@ -34,10 +33,8 @@ class VerifierForm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierSpec:
+class VerifierSpec(StrictRecord):
     """A verifier."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     form: VerifierForm
     live: bool = False

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.errors import EngineSettingsInvalid, ModelInvalid
 from headrace.policies.processes.engine_keys import read_engine_key, require_key
@@ -38,10 +39,8 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT_TOKENS = 1024
 
 
-class CpuEngineConfig(BaseModel):
+class CpuEngineConfig(Section):
     """Settings of one engine process."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path
     """Hugging Face directory of a dense Qwen3 or Qwen2.5 model, with weights in one or several files."""

@@ -45,8 +45,8 @@ from headrace.policies.push.process_group import (
     join_store,
     start_broadcast,
 )
-from headrace.policies.push.tensors import Bucket
 from headrace.policies.push.weights import DTYPES, checksum, split, unflatten
+from headrace.policies.tensors import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -93,8 +93,4 @@ def stop() -> None:
 def use_cpu_device() -> None:
     """Make `torch.cuda.current_device` return the CPU device, because Megatron passes its result as `device=` for
     gradient buffers and RoPE frequencies. Also needed where CUDA is available but the learner trains on the CPU."""
-    torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
-
-
-def _cpu_device() -> torch.device:
-    return torch.device("cpu")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]

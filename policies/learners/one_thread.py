@@ -38,7 +38,6 @@ class Trainer(Protocol):
 
     def step(self, batch: Batch) -> StepReport:
         """See `Learner.step`. A repeated call with the last batch returns the same report."""
-        ...
 
     def snapshot(self) -> WeightsSnapshot: ...
 
@@ -46,7 +45,6 @@ class Trainer(Protocol):
 
     def interrupt(self) -> None:
         """Make work of other processes, for which the thread waits, fail soon."""
-        ...
 
     def close(self) -> None: ...
 

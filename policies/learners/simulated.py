@@ -22,8 +22,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds, refuse_names
 from headrace.buffer.trajectories.types import Batch, CheckpointRef, StepReport, VersionSpan
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -57,10 +58,8 @@ class PushMode(StrEnum):
     """No rollout begins until those in flight have finished and the push is over."""
 
 
-class SimulatedEnginesConfig(BaseModel):
+class SimulatedEnginesConfig(Section):
     """Pushes and failures of simulated engines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     push: PushMode = PushMode.OVERLAP
     """Treatment of generation during a push: `overlap` continues it, `pause` stops all turns, and `drain` lets rollouts
@@ -234,10 +233,8 @@ class SimulatedEngine:
         return tuple(spans)
 
 
-class SimulatedLearnerConfig(BaseModel):
+class SimulatedLearnerConfig(Section):
     """Durations and failures of a simulated learner."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step_s: float = Field(default=240.0, ge=0)
     """Duration of one step."""

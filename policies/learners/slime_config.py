@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from headrace.buffer.primitives.sections import Section
 
 
-class SlimeSection(BaseModel):
+class SlimeSection(Section):
     """Section [learner.slime] of a recipe: devices, checkouts and flags of slime."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slime_dir: Path | None = None
     """Checkout of slime (THUDM/slime); None uses the `slime` package that this Python imports."""
@@ -34,7 +34,7 @@ class SlimeSection(BaseModel):
     arguments: tuple[str, ...] = ()
     """Further flags of slime and Megatron, with their values: the model's architecture (slime's scripts/models), memory
     and kernels. Flags that the recipe decides are refused."""
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the training processes."""
 
     @property

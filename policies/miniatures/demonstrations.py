@@ -31,7 +31,6 @@ class Demonstrator(Protocol):
 
     def batch(self, count: int, *, step: int) -> list[Demonstration]:
         """Return the demonstrations of one update."""
-        ...
 
 
 def continued(tokenizer: ChatTokenizer, opening: Iterable[DemonstrationMessage], *pieces: str) -> Demonstration:

@@ -10,16 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.miniatures.demonstrations import Demonstration, Demonstrator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.policies.models.qwen_config import QwenConfig
+
+PRACTICE_SHARE: Final = 0.7
+"""Share of the updates that show mostly good demonstrations."""
+GOOD_SHARE: Final = 0.9
+"""Share of good demonstrations among those."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +34,8 @@ class FitDiverged(ArithmeticError):
     """The loss of a warm start is not finite."""
 
 
-class LearningRates(Protocol):
-    """The part of a configuration that sets the learning rates of its updates."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def learning_rate(self) -> float: ...
-
-    @property
-    def warmup_steps(self) -> int: ...
-
-
-class FitConfig(BaseModel):
+class FitConfig(Section):
     """Settings of a warm start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
     """Random seed of the initial weights."""
@@ -100,7 +91,7 @@ def fit(
     return memory.detach()
 
 
-def learning_rate_at(config: LearningRates, step: int) -> float:
+def learning_rate_at(config: FitConfig, step: int) -> float:
     """Return the learning rate at a step; see `FitConfig.learning_rate`."""
     rise = min(1.0, (step + 1) / config.warmup_steps)
     fall = min(1.0, 2 * (config.steps - step) / config.steps)

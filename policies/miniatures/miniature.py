@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from headrace.policies.miniatures.demonstrations import Demonstrator
 from headrace.policies.miniatures.fitting import FitConfig
@@ -14,24 +15,13 @@ if TYPE_CHECKING:
     from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 
-class MakeDemonstrator(Protocol):
-    """Factory of a miniature's demonstrator."""
-
-    def __call__(self, tokenizer: ChatTokenizer, seed: int, fit: FitConfig) -> Demonstrator: ...
-
-
-class WriteData(Protocol):
-    """Writer of a miniature's tasks (train.jsonl, heldout.jsonl) and further data."""
-
-    def __call__(self, folder: Path, seed: int) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miniature:
-    """A miniature. `pieces` are the tokens of its vocabulary beside the bytes."""
+    """A miniature. `pieces` are the tokens of its vocabulary beside the bytes; `write_data` writes its tasks
+    (train.jsonl, heldout.jsonl) and further data into a folder, from a seed."""
 
     pieces: tuple[str, ...]
-    demonstrator: MakeDemonstrator
-    write_data: WriteData
+    demonstrator: Callable[[ChatTokenizer, int, FitConfig], Demonstrator]
+    write_data: Callable[[Path, int], None]
     chat_template: str = CHAT_TEMPLATE
     fit: FitConfig = field(default_factory=FitConfig)

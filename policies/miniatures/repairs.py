@@ -22,7 +22,7 @@ from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.repositories import RepositorySpec, Swepro
 from headrace.buffer.tasks.task import Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
-from headrace.policies.miniatures.fitting import FitConfig
+from headrace.policies.miniatures.fitting import GOOD_SHARE, PRACTICE_SHARE, FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ REPOSITORY: Final = "/workspace"
 TRAIN_TASKS: Final = 384
 HELD_OUT_TASKS: Final = 64
 MAX_TURNS: Final = 6
-PRACTICE_SHARE: Final = 0.7
-"""Share of the updates that show mostly good demonstrations."""
-GOOD_SHARE: Final = 0.9
-"""Share of good demonstrations among those."""
 RIGHT_SHARE: Final = 0.1
 """Share of the later demonstrations that look for the right name and act on what they find."""
 STRAY_SHARE: Final = 0.7

@@ -21,7 +21,7 @@ from headrace.buffer.tasks.evaluators import EnvironmentEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.task import Task, TaskId, write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
-from headrace.policies.miniatures.fitting import FitConfig
+from headrace.policies.miniatures.fitting import GOOD_SHARE, PRACTICE_SHARE, FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ PENDING_SHARE: Final = 2
 """One in this many orders is pending; the others are delivered."""
 HELD_OUT_SHARE: Final = 4
 """One in this many tasks is held out."""
-PRACTICE_SHARE: Final = 0.7
-"""Share of the updates that show mostly good demonstrations."""
-GOOD_SHARE: Final = 0.9
-"""Share of good demonstrations among those."""
 RIGHT_SHARE: Final = 0.22
 """Share of the later demonstrations that do what the customer wants."""
 

@@ -14,7 +14,7 @@ from headrace.buffer.tasks.datasets.facts import ATTRIBUTES, ENTITIES, VALUES, F
 from headrace.buffer.tasks.datasets.terminal import Split
 from headrace.buffer.tasks.task import write_tasks
 from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, continued
-from headrace.policies.miniatures.fitting import FitConfig
+from headrace.policies.miniatures.fitting import GOOD_SHARE, PRACTICE_SHARE, FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ PIECES: Final = (
     "\n\n<information>", "</information>\n\n", "Doc ", "(Title: ", ") ", "\nSearch or answer.\n",
 )  # fmt: skip
 HELD_OUT_TASKS: Final = 64
-PRACTICE_SHARE: Final = 0.7
-"""Share of the updates that show mostly good demonstrations."""
-GOOD_SHARE: Final = 0.9
-"""Share of good demonstrations among those."""
 RIGHT_SHARE: Final = 0.18
 """Share of the later demonstrations that search and answer well."""
 STRAY_SHARE: Final = 0.5

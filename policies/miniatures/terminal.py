@@ -15,22 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.buffer.tasks.datasets.terminal import (
-    NAMES,
-    WORDS,
-    Kind,
-    Problem,
-    Split,
-    combinations,
-    guesses,
-    problems,
-)
+from headrace.buffer.tasks.datasets.terminal import NAMES, WORDS, Kind, Problem, Split, combinations, guesses, problems
 from headrace.buffer.tasks.evaluators import CheckEvaluator, VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec, TaskOrigin
 from headrace.buffer.tasks.task import Task, write_tasks
 from headrace.buffer.tasks.verifiers import SCRIPT, TESTS, VerifierForm, VerifierSpec
 from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
-from headrace.policies.miniatures.fitting import FitConfig
+from headrace.policies.miniatures.fitting import GOOD_SHARE, PRACTICE_SHARE, FitConfig
 from headrace.policies.miniatures.miniature import Miniature
 from headrace.policies.miniatures.retail import CHAT_TEMPLATE as CALLS_TEMPLATE
 from headrace.policies.models.tiny import CHAT_TEMPLATE
@@ -41,10 +32,6 @@ if TYPE_CHECKING:
 KINDS: Final = (Kind.WRITE, Kind.MOVE, Kind.RENAME)
 TRAIN_TASKS: Final = 384
 HELD_OUT_TASKS: Final = 64
-PRACTICE_SHARE: Final = 0.7
-"""Share of the updates that show mostly good demonstrations."""
-GOOD_SHARE: Final = 0.9
-"""Share of good demonstrations among those."""
 RIGHT_SHARE: Final = 0.25
 """Share of the later demonstrations that look in the right place."""
 STRAY_SHARE: Final = 0.5

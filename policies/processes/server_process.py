@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.buffer.primitives.durable_files import replace_file
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.processes.engine_keys import read_engine_key, require_key
 from headrace.sandboxes.host.child_environment import child_environment
@@ -55,10 +56,8 @@ class ServerCommand:
     environment: Mapping[str, str]
 
 
-class ServerConfig(BaseModel):
+class ServerConfig(Section):
     """Settings that all engine servers have."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path
     """Model directory, with config.json."""

@@ -22,7 +22,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.model_files import weight_files
 from headrace.policies.models.qwen_config import TIED_HEAD
-from headrace.policies.push.tensors import TensorSpec, read_specs
+from headrace.policies.tensors import TensorSpec, read_specs
 from headrace.policies.tokens.model_keys import read_language_keys
 
 NAMED = 3

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.trajectories.versions import PolicyVersion
-from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
+from headrace.policies.engine import EngineId, PauseMode, RequestId
 from headrace.policies.errors import GroupFailed, SenderFailed
 from headrace.policies.push.machine import PushOutcome, PushStep
-from headrace.policies.push.tensors import Bucket
 
 DEADLINE_MARGIN_S = 1.0
 """Margin between two deadlines for one operation, so that the party that knows more about a failure reports it first.
 """
 
 
-class PushSection(BaseModel):
+class PushSection(Section):
     """Settings of weight pushes that a recipe has in `[push]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     transport: Literal["group", "disk"] = "group"
     """Way of the weights to the engines: `group` broadcasts them in a process group with the sender; with `disk` each
@@ -93,57 +90,6 @@ class PushConfig(PushSection):
         return self.read_timeout_s + DEADLINE_MARGIN_S
 
 
-class Load(Protocol):
-    """Number of requests, and number of tokens cached for them."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def used_tokens(self) -> int: ...
-
-
-class EngineControl(Protocol):
-    """Engine control interface that pushes need; SGLangEngine implements it. Every method has a deadline and raises
-    EngineError."""
-
-    @property
-    def engine_id(self) -> EngineId: ...
-
-    async def info(self) -> EngineInfo: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def is_paused(self) -> bool: ...
-
-    async def abort(self, request_id: RequestId) -> None: ...
-
-    async def load(self) -> Load: ...
-
-    async def begin_update(self) -> None: ...
-
-    async def end_update(self) -> None: ...
-
-    async def join_group(
-        self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str
-    ) -> None: ...
-
-    async def leave_group(self, name: str) -> None: ...
-
-    async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None: ...
-
-    async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None: ...
-
-    async def flush(self) -> None: ...
-
-    async def checksums(self) -> dict[str, str]: ...
-
-
 class Gate(Protocol):
     """Controls the admission of requests to engines, at all gateways. A closed gate opens by itself after `lease_s`."""
 
@@ -152,7 +98,6 @@ class Gate(Protocol):
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
         """Admit requests again. They carry `cache_namespace`, which is the engine's version if pushes are in place.
         Returns the requests that were aborted while the gate was closed: the engine may have lost these aborts."""
-        ...
 
 
 class Journal(Protocol):

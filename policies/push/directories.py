@@ -27,7 +27,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown, EngineRefused, PushError
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.models.model_files import INDEX, WEIGHTS
-from headrace.policies.push.tensors import read_specs
+from headrace.policies.tensors import read_specs
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,13 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import SenderFailed
 from headrace.policies.learner import WeightsDirectory
-from headrace.policies.push.contract import EngineControl, PushConfig
+from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.directories import DirectoryReaders
 from headrace.policies.push.inspection import Stamp, stamp_of
 from headrace.policies.push.sender import SenderProcess
-from headrace.policies.push.tensors import TensorSpec
 from headrace.policies.push.transfer import Failures
+from headrace.policies.sglang.client import SGLangEngine
+from headrace.policies.tensors import TensorSpec
 
 
 class DiskTransfer:
@@ -69,7 +70,7 @@ class DiskTransfer:
         return self._checksums
 
     async def send(
-        self, engines: Sequence[EngineControl], failures: Failures, touched: Callable[[EngineId], None]
+        self, engines: Sequence[SGLangEngine], failures: Failures, touched: Callable[[EngineId], None]
     ) -> dict[EngineId, int]:
         """Have the engines read the directory, concurrently. Returns the bytes that each engine read."""
         if changed := await asyncio.to_thread(changed_file, self._directory.path, self._stamps):
@@ -77,7 +78,7 @@ class DiskTransfer:
         taken: dict[EngineId, int] = dict.fromkeys((engine.engine_id for engine in engines), 0)
         size_bytes = sum(spec.size_bytes for spec in self._specs.values())
 
-        async def read(engine: EngineControl) -> None:
+        async def read(engine: SGLangEngine) -> None:
             touched(engine.engine_id)
             async with failures.of(engine.engine_id, self._config.read_timeout_s):
                 async with self._readers.reading(engine.engine_id, self._directory.path):

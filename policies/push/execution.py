@@ -26,30 +26,24 @@ from typing import NoReturn
 
 from headrace.policies.cancellation import outlast
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
-from headrace.policies.errors import (
-    EngineRefused,
-    GroupFailed,
-    ModelInvalid,
-    PushError,
-    RequestInvalid,
-    SenderFailed,
-)
+from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, PushError, RequestInvalid, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.compatibility import Agreement, check_fits, differing
-from headrace.policies.push.contract import EngineControl, EnginePush, Gate, Journal, PushConfig, PushReport
+from headrace.policies.push.contract import EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, PushStep
 from headrace.policies.push.resuming import resume
 from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.transfer import Failures, Transfer, first_error, group_name, lay_out
+from headrace.policies.sglang.client import SGLangEngine
 
 logger = logging.getLogger(__name__)
 
 
 async def push(
     snapshot: WeightsSnapshot,
-    engines: Sequence[EngineControl],
+    engines: Sequence[SGLangEngine],
     senders: Sequence[SenderProcess],
     gates: Gate,
     journal: Journal,
@@ -93,7 +87,7 @@ class PushExecution:
     def __init__(
         self,
         snapshot: WeightsSnapshot,
-        engines: Sequence[EngineControl],
+        engines: Sequence[SGLangEngine],
         transfer: Transfer | DiskTransfer,
         gates: HeldGates,
         journal: Journal,
@@ -198,7 +192,7 @@ class PushExecution:
 
     async def _each(self, step: PushStep, failures: Failures) -> None:
         """Run a phase that consists of one call to each engine."""
-        calls: dict[Phase, Callable[[EngineControl], Awaitable[None]]] = {
+        calls: dict[Phase, Callable[[SGLangEngine], Awaitable[None]]] = {
             Phase.PROBE: self._probe,
             Phase.GATE: self._gate,
             Phase.PAUSE: self._pause,
@@ -211,7 +205,7 @@ class PushExecution:
         await self._call_all(step, failures, calls[step.phase])
 
     async def _call_all(
-        self, step: PushStep, failures: Failures, call: Callable[[EngineControl], Awaitable[None]]
+        self, step: PushStep, failures: Failures, call: Callable[[SGLangEngine], Awaitable[None]]
     ) -> None:
         async def one(engine_id: EngineId) -> None:
             async with failures.of(engine_id, self._config.phase_timeout_s):
@@ -221,7 +215,7 @@ class PushExecution:
             for engine_id in step.engines:
                 tasks.create_task(one(engine_id))
 
-    async def _probe(self, engine: EngineControl) -> None:
+    async def _probe(self, engine: SGLangEngine) -> None:
         """Read the engine's info, and check that it serves the snapshot's model."""
         info = self._infos[engine.engine_id] = await engine.info()
         mode = self._config.pause_mode
@@ -245,7 +239,7 @@ class PushExecution:
             raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
         self._fitting.add(model_dir)
 
-    async def _gate(self, engine: EngineControl) -> None:
+    async def _gate(self, engine: SGLangEngine) -> None:
         # The load is read first: an engine in the middle of a step answers late, and the gate is not closed meanwhile.
         part, load = self._parts[engine.engine_id], await engine.load()
         part.in_flight = load.running + load.waiting
@@ -253,12 +247,12 @@ class PushExecution:
             part.retracted, part.recomputed_tokens = load.running, load.used_tokens
         await self._gates.close(engine.engine_id)
 
-    async def _pause(self, engine: EngineControl) -> None:
+    async def _pause(self, engine: SGLangEngine) -> None:
         self._paused_at_s[engine.engine_id] = started_s = time.perf_counter()
         await engine.pause(self._modes[engine.engine_id])
         self._parts[engine.engine_id].pause_s = time.perf_counter() - started_s
 
-    async def _flush(self, engine: EngineControl) -> None:
+    async def _flush(self, engine: SGLangEngine) -> None:
         part = self._parts[engine.engine_id]
         try:
             await engine.flush()
@@ -268,12 +262,12 @@ class PushExecution:
             if self._modes[engine.engine_id] is not PauseMode.IN_PLACE:
                 raise
 
-    async def _resume(self, engine: EngineControl) -> None:
+    async def _resume(self, engine: SGLangEngine) -> None:
         await resume(engine)
         if (paused_at_s := self._paused_at_s.get(engine.engine_id)) is not None:
             self._parts[engine.engine_id].paused_s = time.perf_counter() - paused_at_s
 
-    async def _open(self, engine: EngineControl) -> None:
+    async def _open(self, engine: SGLangEngine) -> None:
         part = self._parts[engine.engine_id]
         # By the config and not by the engine's own mode: its client marks stale tokens by it in any case.
         if self._config.pause_mode is PauseMode.IN_PLACE:
@@ -290,7 +284,7 @@ class PushExecution:
             return
         checksums: dict[EngineId, dict[str, str]] = {}
 
-        async def ask(engine: EngineControl) -> None:
+        async def ask(engine: SGLangEngine) -> None:
             checksums[engine.engine_id] = await engine.checksums()
 
         await self._call_all(step, failures, ask)
@@ -352,7 +346,7 @@ class PushExecution:
         assert self._groups is not None
         await self._groups.disband()
 
-    def _members(self, step: PushStep) -> list[EngineControl]:
+    def _members(self, step: PushStep) -> list[SGLangEngine]:
         return [self._engines[engine_id] for engine_id in step.engines]
 
 

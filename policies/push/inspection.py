@@ -20,7 +20,7 @@ import xxhash
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.model_files import INDEX, weight_files
-from headrace.policies.push.tensors import TensorSpec, read_specs, require_pushable
+from headrace.policies.tensors import TensorSpec, read_specs, require_pushable
 
 
 class Hash(Protocol):

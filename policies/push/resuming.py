@@ -23,7 +23,7 @@ from tenacity import (
 )
 
 from headrace.policies.errors import EngineDown, EngineUnavailable
-from headrace.policies.push.contract import EngineControl
+from headrace.policies.sglang.client import SGLangEngine
 
 ATTEMPTS: Final = 6
 """Number of resumes after which the engine has failed."""
@@ -38,12 +38,12 @@ _retrying: Final = AsyncRetrying(
 )
 
 
-async def resume(engine: EngineControl) -> None:
+async def resume(engine: SGLangEngine) -> None:
     """Resume an engine. Raises EngineError if it fails to, or remains paused."""
     await _retrying.copy()(_resume_once, engine)
 
 
-async def _resume_once(engine: EngineControl) -> None:
+async def _resume_once(engine: SGLangEngine) -> None:
     await engine.resume()
     if await engine.is_paused():
         raise EngineUnavailable(f"{engine.engine_id}: it answered that it resumes, but it is still paused")

@@ -26,11 +26,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
 from headrace.policies.processes.parent_death import die_with_parent
-from headrace.policies.push.tensors import Bucket
+from headrace.policies.tensors import Bucket
 from headrace.sandboxes.host.child_environment import child_environment
 
 if TYPE_CHECKING:
@@ -45,10 +46,8 @@ LINE_LIMIT_BYTES = 256 * 1024 * 1024
 ERROR_KINDS: Mapping[str, type[Exception]] = {"group": GroupFailed, "model": ModelInvalid}
 
 
-class SenderConfig(BaseModel):
+class SenderConfig(Section):
     """Settings of sender processes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     log_path: Path | None = None
     """File that receives stderr; None uses the stderr of this process."""

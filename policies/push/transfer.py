@@ -36,10 +36,11 @@ from headrace.policies.errors import (
     UnknownGroup,
 )
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.push.contract import EngineControl, PushConfig
+from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Blame, Failure
 from headrace.policies.push.sender import SenderProcess
-from headrace.policies.push.tensors import Bucket, TensorSpec
+from headrace.policies.sglang.client import SGLangEngine
+from headrace.policies.tensors import Bucket, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Group:
     """Process group of a sender, with the engines that were asked to join."""
 
     name: str
-    engines: tuple[EngineControl, ...]
+    engines: tuple[SGLangEngine, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -152,13 +153,13 @@ class Transfer:
         return {name: value for loaded in self._all_loaded() for name, value in loaded.checksums.items()}
 
     async def form(
-        self, names: Sequence[str], engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
+        self, names: Sequence[str], engines: Sequence[SGLangEngine], layout: GroupLayout, failures: Failures
     ) -> None:
         """Form a new group for each sender with these engines."""
         await self.disband()
         config = self._config
 
-        async def join(engine: EngineControl, name: str, port: int) -> None:
+        async def join(engine: SGLangEngine, name: str, port: int) -> None:
             async with failures.of(engine.engine_id, config.collective_timeout_s):
                 await engine.join_group(
                     name,
@@ -185,7 +186,7 @@ class Transfer:
                 return
 
     async def send(
-        self, engines: Sequence[EngineControl], failures: Failures, touched: Callable[[EngineId], None]
+        self, engines: Sequence[SGLangEngine], failures: Failures, touched: Callable[[EngineId], None]
     ) -> dict[EngineId, int]:
         """Send all buckets to the engines of the groups, until one fails. Returns the bytes that each engine received.
 
@@ -225,7 +226,7 @@ class Transfer:
         with suppress(SenderFailed, GroupFailed):
             await self._tell(shard, "close_group", {"name": name}, self._config.phase_timeout_s)
 
-    async def _leave(self, engine: EngineControl, name: str) -> None:
+    async def _leave(self, engine: SGLangEngine, name: str) -> None:
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 # An engine whose transfer failed has left already.
@@ -273,7 +274,7 @@ class Transfer:
 
     async def _update(
         self,
-        engine: EngineControl,
+        engine: SGLangEngine,
         shard: ShardTransfer,
         index: int,
         version: PolicyVersion | None,

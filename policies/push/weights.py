@@ -24,7 +24,7 @@ import xxhash
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.models.qwen_config import storage_place
-from headrace.policies.push.tensors import Bucket, TensorSpec, read_specs, require_pushable
+from headrace.policies.tensors import Bucket, TensorSpec, read_specs, require_pushable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import (
     Completion,
@@ -40,19 +41,17 @@ from headrace.policies.errors import (
     RequestInvalid,
     UnknownGroup,
 )
-from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
 from headrace.policies.sglang.transport import Transport
 from headrace.policies.sglang.versions import EMBEDDED_PREFIX, SGLangApi, dialect_of
+from headrace.policies.tensors import Bucket
 
 # If SGLang does not report its context, it accepts prompts of at most context - 6 tokens (0.5.23).
 SGLANG_RESERVED_TOKENS = 6
 
 
-class SGLangConfig(BaseModel):
+class SGLangConfig(Section):
     """Deadlines and limits of one client."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: int = Field(gt=0)
     """Size of the vocabulary; ids outside it are refused before they are sent."""
@@ -87,7 +86,7 @@ class EngineLoad:
 
 
 class SGLangEngine:
-    """Client that implements Engine and EngineControl (push/contract.py). The caller closes the session. `key` is that
+    """Client that implements Engine, and what pushes need. The caller closes the session. `key` is that
     of the server, None if it has none."""
 
     def __init__(

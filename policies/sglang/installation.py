@@ -23,8 +23,24 @@ from typing import Final
 import psutil
 
 from headrace.buffer.primitives.file_lock import FileLock
-from headrace.policies.sglang.versions import DEFAULT_VERSION, REQUIREMENTS, TORCH, TORCHVISION
+from headrace.policies.sglang.versions import DEFAULT_VERSION
 
+TORCH: Final = "torch==2.13.0"
+"""The version that headrace uses."""
+TORCHVISION: Final = "torchvision==0.28.0"
+"""Release of torchvision for that torch version."""
+_OWN: Final = {
+    "0.5.15.post1": (
+        "transformers==5.12.1",
+        "tokenizers==0.22.2",
+        "xgrammar==0.2.1",
+        "llguidance>=0.7.11,<0.8",
+    ),
+    "0.5.21": ("transformers==5.12.1", "tokenizers==0.22.2", "xgrammar==0.2.7", "llguidance>=1.7.6,<2"),
+    "0.5.23": ("transformers==5.19.0", "tokenizers==0.23.2", "xgrammar==0.2.7", "llguidance==1.9.1"),
+}
+"""Requirements of one version only, beside those of all (requirements.txt), torch, torchvision and SGLang itself."""
+_FOR_ALL: Final = Path(__file__).with_name("requirements.txt")
 SHIMS: Final = Path(__file__).with_name("shims")
 """Replacements for two native libraries that have no CPU builds; they compute nothing."""
 _STAMP: Final = "headrace-stamp"
@@ -65,7 +81,7 @@ def install(version: str) -> Path:
             python = str(directory / "bin" / "python")
             pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
             _run((*pip, TORCH))
-            _run((*pip, TORCH, *REQUIREMENTS[version]))
+            _run((*pip, TORCH, *_requirements(version)))
             # Their metadata requires CUDA's libraries.
             _run((*pip, "--no-deps", f"sglang=={version}", TORCHVISION))
             _run((python, "-c", "import torchvision, sglang.srt.server_args"), {"PYTHONPATH": str(SHIMS)})
@@ -78,8 +94,13 @@ def _is_complete(directory: Path, version: str) -> bool:
     return stamp.is_file() and stamp.read_text() == _pins(version)
 
 
+def _requirements(version: str) -> tuple[str, ...]:
+    lines = _FOR_ALL.read_text(encoding="utf-8").splitlines()
+    return (*(line for line in lines if not line.startswith("#")), *_OWN[version])
+
+
 def _pins(version: str) -> str:
-    pins = "\n".join((TORCH, TORCHVISION, version, *REQUIREMENTS[version]))
+    pins = "\n".join((TORCH, TORCHVISION, version, *_requirements(version)))
     return sha256(pins.encode()).hexdigest()
 
 
@@ -98,10 +119,10 @@ def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program. Returns 0 if the environment exists, else 1, with the reason on standard error."""
     parser = argparse.ArgumentParser(prog="scripts/install sglang", description="Installs SGLang for CPUs.")
-    parser.add_argument("version", nargs="?", default=DEFAULT_VERSION, help=f"one of {', '.join(REQUIREMENTS)}")
+    parser.add_argument("version", nargs="?", default=DEFAULT_VERSION, help=f"one of {', '.join(_OWN)}")
     version = parser.parse_args(arguments).version
-    if version not in REQUIREMENTS:
-        parser.error(f"SGLang {version} is not supported; choose one of {', '.join(REQUIREMENTS)}")
+    if version not in _OWN:
+        parser.error(f"SGLang {version} is not supported; choose one of {', '.join(_OWN)}")
     try:
         print(install(version))
     except EnvironmentFailed as error:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import parse_qs, urlencode
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.e2b.errors import SdkOperation, typed
 from headrace.sandboxes.e2b.frozen_data import copy_frozen
@@ -43,10 +44,8 @@ NO_SUDO: Final = {"headrace_sudo": "no"}
 _KEY_FORM: Final = re.compile(r"[a-z0-9-]{1,255}")
 
 
-class E2bConfig(BaseModel):
+class E2bConfig(Section):
     """Address and credentials of the service, and the mapping of images to its templates."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     api_url: str = ""
     """URL of the control plane; by default `E2B_API_URL`, or e2b.dev."""

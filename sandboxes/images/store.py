@@ -117,16 +117,12 @@ class ImageStore:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._store = StoreFolder(folder)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._unpacking: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._prepared = False
         self._logged: dict[str, float] = {}
         self.on_progress: Callable[[str, UnpackProgress], None] = lambda _reference, _progress: None
         """Called with a reference that is being unpacked, twice a second at most."""
-
-    @property
-    def max_bytes(self) -> int:
-        return self._max_bytes
 
     @property
     def files(self) -> StoreFolder:
@@ -136,8 +132,8 @@ class ImageStore:
     async def evict(self) -> None:
         """Remove the least recently used layers beyond `max_bytes`, after something other than `resolve` has added
         some. Raises OSError."""
-        if await asyncio.to_thread(self._store.size_bytes) > self._max_bytes:
-            await asyncio.to_thread(self._store.evict, self._max_bytes)
+        if await asyncio.to_thread(self._store.size_bytes) > self.max_bytes:
+            await asyncio.to_thread(self._store.evict, self.max_bytes)
 
     async def aclose(self) -> None:
         """Cancel all unpacking. Idempotent."""
@@ -239,7 +235,7 @@ class ImageStore:
             await asyncio.shield(lease.release())
 
     async def _unpack(self, reference: str, located: _Located) -> dict[str, Any]:
-        request = {**located._asdict(), "home": str(self._store.home), "max_bytes": self._max_bytes}
+        request = {**located._asdict(), "home": str(self._store.home), "max_bytes": self.max_bytes}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-m", "headrace.sandboxes.images.worker"),
             stdin=asyncio.subprocess.PIPE,

@@ -19,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.base import Feature, ImageRef, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.host.private_folders import make_missing
@@ -46,10 +47,8 @@ PROVIDER: Final = "local"
 _LEAST_MEMORY_BYTES: Final = 16 << 20
 
 
-class LocalSandboxSection(BaseModel):
+class LocalSandboxSection(Section):
     """Limits of one launcher and of each of its sandboxes: the keys of a recipe's `[sandbox.local]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_live: int | None = Field(default=None, ge=1, le=16_000)
     """Maximum number of sandboxes booting or running; beyond it, create raises CapacityExceeded. None means 64, or

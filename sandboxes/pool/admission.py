@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace.buffer.primitives.circuit_breaker import BreakerState, CircuitBreaker
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, TransientSandboxError
 from headrace.sandboxes.pool.slots import Priority, Slots, Ticket
 
@@ -56,10 +57,8 @@ class TokenBucket:
         self._filled_at_s = now if self._filled_at_s is None else max(now, self._filled_at_s)
 
 
-class AdmissionSection(BaseModel):
+class AdmissionSection(Section):
     """Admission limits of one sandbox host or account that a recipe sets."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_live: int = Field(default=64, ge=2)
     """Maximum number of sandboxes booting or running on one host."""

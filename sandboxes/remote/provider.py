@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.host.key_files import read_private
@@ -32,10 +33,8 @@ PROVIDER: Final = "remote"
 logger = logging.getLogger(__name__)
 
 
-class RemoteConfig(BaseModel):
+class RemoteConfig(Section):
     """One exec server."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = Field(default="", pattern=r"^(https?://[^\s/?#]+(/[^\s?#]*)?)?$")
     """Base URL, as the server prints it; empty for a provider that only attaches."""
@@ -55,7 +54,7 @@ class RemoteProvider:
 
     def __init__(self, config: RemoteConfig) -> None:
         self._config = config
-        self._url = config.url.rstrip("/")
+        self.url = config.url.rstrip("/")
         self._http = RemoteHttp(connections=config.connections, silence_s=config.silence_s, retries=config.retries)
         self._features: frozenset[Feature] = frozenset()
         self._created: dict[SandboxId, SandboxRef] = {}
@@ -65,10 +64,6 @@ class RemoteProvider:
     def features(self) -> frozenset[Feature]:
         """Features that the server reported at `start`."""
         return self._features
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     async def __aenter__(self) -> Self:
         try:
@@ -99,9 +94,7 @@ class RemoteProvider:
         except asyncio.CancelledError:
             self.later(self._request("DELETE", "/v1/sandboxes", query={"key": key}, teardown=True))
             raise
-        ref = SandboxRef(
-            provider=PROVIDER, id=SandboxId(answer["id"]), endpoint=self._url, secret=str(answer["secret"])
-        )
+        ref = SandboxRef(provider=PROVIDER, id=SandboxId(answer["id"]), endpoint=self.url, secret=str(answer["secret"]))
         self._created[ref.id] = ref
         return ref
 
@@ -127,7 +120,7 @@ class RemoteProvider:
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
         key = await asyncio.to_thread(self._key)
-        return await self._http.call(method, self._url + path, key, repeatable=True, **options)
+        return await self._http.call(method, self.url + path, key, repeatable=True, **options)
 
     def _key(self) -> str:
         if self._config.key_file is None:

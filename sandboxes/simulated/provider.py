@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+from pydantic import Field, field_serializer, model_validator
 
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds, refuse_names
 from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_extras
 from headrace.sandboxes.errors import (
@@ -41,10 +42,8 @@ BROKEN: Final = "broken"
 SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)
 
 
-class SimulationSection(BaseModel):
+class SimulationSection(Section):
     """Latency, capacity and reliability of simulated hosts that a recipe sets. Probabilities are from 0 to 1."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
     """Random seed."""

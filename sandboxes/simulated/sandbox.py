@@ -66,15 +66,12 @@ class SimulatedHost(Protocol):
 
     async def answer(self) -> None:
         """Simulate the latency of a call."""
-        ...
 
     async def run(self, state: SimulatedState, command: str) -> ExecResult:
         """Return the result of a command after its duration. Raises SandboxGone."""
-        ...
 
     def renew(self, state: SimulatedState, ttl_s: float) -> None:
         """Make the lease end `ttl_s` seconds from now."""
-        ...
 
     async def kill(self, state: SimulatedState) -> None: ...
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from headrace.actors.cli.output import EXIT_DIRTY, say, write_json
-from headrace.actors.run.exit_codes import exit_code
+from headrace.actors.cli.output import say, write_json
+from headrace.actors.run.exit_codes import EXIT_DIRTY, exit_code
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

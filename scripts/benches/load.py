@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from benches.orchestration import Measured, calls_of, idle_cpu, report
+from benches.process_tree import cpu_s, memory_bytes
+from benches.scaled_replay import prepare_plan
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.service import Service
-from headrace.actors.runtime.actors.process_tree import cpu_s, memory_bytes
 from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.runtime.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.virtual.plan import SimulationPlan
-from headrace.actors.simulation.virtual.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
 from headrace.buffer.tasks.task import write_tasks

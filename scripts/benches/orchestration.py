@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benches.process_tree import cpu_s
 from headrace.actors.agents.programs.agent import ImmediateAgent
 from headrace.actors.evaluation.graders.evaluator import Evaluator
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
@@ -20,7 +21,6 @@ from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
 from headrace.actors.rollouts.stations import SourceParts, WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
-from headrace.actors.runtime.actors.process_tree import cpu_s
 from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime, Runtime, start_local_ray, stop_local_ray
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool

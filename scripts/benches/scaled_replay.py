@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.run_directory import RunDirectory
-from headrace.actors.run.launch import drive
+from headrace.actors.run.config import RunConfig
+from headrace.actors.run.launch import drive, lay_out
 from headrace.actors.simulation.virtual.plan import MINUTE_S, SimulationPlan
-from headrace.actors.simulation.virtual.plan_service import prepare_plan, scaled
+from headrace.actors.simulation.virtual.plan_service import plan_config
 from headrace.actors.simulation.virtual.run_statistics import RunStatistics, read_statistics
 from headrace.actors.simulation.virtual.simulate import run_plan
+from headrace.buffer.primitives.slowdowns import SlowKind
 
 AGREEMENT: Final = 0.05
 """Largest relative difference at which real and virtual time still agree."""
@@ -96,3 +99,36 @@ def compare(plan: SimulationPlan, directory: RunDirectory, *, minute_s: float, w
     virtual, _ = run_plan(scaled(plan, minute_s / MINUTE_S))
     real = read_statistics(directory.path, warmup_steps=plan.warmup_steps)
     return Replayed(plan=plan, minute_s=minute_s, real=real, virtual=virtual, wall_s=wall_s)
+
+
+def scaled(plan: SimulationPlan, factor: float) -> SimulationPlan:
+    """Return the plan with every duration multiplied by `factor`."""
+    durations = plan.durations
+    changes = {
+        "mean_s": durations.mean_s * factor,
+        "median_s": durations.median_s * factor,
+        "cap_s": durations.cap_s * factor,
+        "recorded_s": tuple(duration_s * factor for duration_s in durations.recorded_s),
+    }
+    return plan.model_copy(
+        update={
+            "durations": durations.model_copy(update=changes),
+            "learner_s": plan.learner_s * factor,
+            "push_s": plan.push_s * factor,
+            "boot_s": plan.boot_s * factor,
+            "evaluate_s": plan.evaluate_s * factor,
+        }
+    )
+
+
+def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
+    """Create the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
+    first step and one after the last. Raises ConfigError, including for what a recipe cannot express: `chances`,
+    `images` and slow evaluators."""
+    if plan.chances:
+        raise ConfigError("chances: not supported in real time, where each task draws its own; remove the key")
+    if plan.images > 1 or any(slowdown.kind is SlowKind.EVALUATOR for slowdown in plan.slowdowns):
+        raise ConfigError("images and slowdowns of kind evaluator: not supported in real time; remove the keys")
+    config = plan_config(plan, directory.path)
+    lay_out(config, directory)
+    return config

@@ -18,10 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.buffer.primitives.durable_files import append_line
 from headrace.buffer.primitives.file_lock import FileLock
+from headrace.buffer.primitives.sections import Section
 
 DAY_S = 86400.0
 LINE_BYTES = 1 << 24
@@ -29,11 +30,9 @@ LINE_BYTES = 1 << 24
 OLDER = re.compile(r"-\d{6,}$")
 
 
-class RetentionConfig(BaseModel):
+class RetentionConfig(Section):
     """Limits for metrics, pushes, logs and evaluations. Spans, trajectories and checkpoints have limits of their own
     (`telemetry.keep_bytes`, `buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file_bytes: int = Field(default=64 * 2**20, ge=4096)
     """Size at which `metrics.jsonl`, `engines/pushes.jsonl` and the logs of actors, engines and senders are rotated."""

@@ -23,8 +23,9 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import Tracer
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from headrace.buffer.primitives.sections import Section
 from headrace.serve.tracing import span_names
 from headrace.serve.tracing.foreign_spans import SpanIntake
 from headrace.serve.tracing.span_files import SUFFIX, SpanFile, SpanQueue
@@ -51,10 +52,8 @@ END_S: Final = 5.0
 """Time that the end of a process waits for a disk that does not answer."""
 
 
-class TelemetrySection(BaseModel):
+class TelemetrySection(Section):
     """Destinations and limits of spans that a recipe has in `[telemetry]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = True
     """If false, no SDK is configured: spans cost next to nothing and are not recorded."""

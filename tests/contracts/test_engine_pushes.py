@@ -27,9 +27,9 @@ from headrace.policies.push.directories import DirectoryReaders, SnapshotDirecto
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome, PushStep
 from headrace.policies.push.sender import SenderConfig, SenderProcess
-from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.versions import SGLangApi, release
+from headrace.policies.tensors import Bucket
 from support import push_rig
 from support.engine_kinds import engine_process, kind_dialect
 

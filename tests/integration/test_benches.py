@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.cli.output import EXIT_DIRTY
+from headrace.actors.run.exit_codes import EXIT_DIRTY
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from benches.push.plain_broadcast import open_pair
 
-from headrace.policies.push.tensors import read_specs
 from headrace.policies.push.weights import read_snapshot
+from headrace.policies.tensors import read_specs
 
 BUCKET_BYTES = 100_000
 

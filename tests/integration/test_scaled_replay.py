@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from benches.load import TURNS, load_plan, run_load
-from benches.scaled_replay import compare
+from benches.scaled_replay import compare, prepare_plan, scaled
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.run_directory import RunDirectory
@@ -17,7 +17,6 @@ from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.runtime import InlineRuntime, RayRuntime
 from headrace.actors.runtime.simulated.durations import DurationsConfig
 from headrace.actors.simulation.virtual.plan import SimulationPlan, make_plan
-from headrace.actors.simulation.virtual.plan_service import prepare_plan, scaled
 from headrace.buffer.tasks.task import load_tasks
 
 MINUTE_S = 0.1

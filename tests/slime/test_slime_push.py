@@ -40,11 +40,12 @@ async def test_every_step_is_pushed_from_its_directory_into_an_engine(tmp_path: 
 @pytest.mark.timeout(3600)
 async def test_the_quickstarts_recipe_learns_through_slime(tmp_path: Path) -> None:
     terms = rig.terms(tmp_path, TINY)
-    section = terms.section.model_dump(mode="json", exclude={"environment"}, exclude_defaults=True)
+    section = terms.learner.slime.model_dump(mode="json", exclude={"environment"}, exclude_defaults=True)
     overrides = ["learner.kind=slime", "learner.correction=none", "push.transport=disk"]
     overrides += [f"learner.slime.{key}={json.dumps(value)}" for key, value in section.items()]
     overrides += [
-        f"learner.slime.environment.{name}={json.dumps(value)}" for name, value in terms.section.environment.items()
+        f"learner.slime.environment.{name}={json.dumps(value)}"
+        for name, value in terms.learner.slime.environment.items()
     ]
     overrides.append(f"model.path={TINY}")
     # slime weighs tokens in one way only.

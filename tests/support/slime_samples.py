@@ -14,7 +14,7 @@ def both(batch: Batch, terms: SlimeTerms, layouts: list[dict[str, int]]) -> list
     from headrace.policies.learners.slime import batches, checkout
     from headrace.policies.learners.slime.arguments import parse
 
-    checkout.make_importable(*checkout.find_checkouts(terms.section))
+    checkout.make_importable(*checkout.find_checkouts(terms.learner.slime))
     args = parse(terms, load=terms.learner.model_dir, checkout="slime")
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
 
@@ -65,6 +65,6 @@ def flags_of_slime(terms: SlimeTerms) -> list[str]:
     from headrace.policies.learners.slime import arguments, checkout
     from headrace.policies.learners.slime.arguments import known_flags, run_parser
 
-    checkout.make_importable(*checkout.find_checkouts(terms.section))
+    checkout.make_importable(*checkout.find_checkouts(terms.learner.slime))
     words = arguments.command_line(terms, load=terms.learner.model_dir)
     return known_flags(run_parser(words, checkout="slime")[1])

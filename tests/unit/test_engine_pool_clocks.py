@@ -17,7 +17,8 @@ from headrace.policies.engine import Completion, EngineId, FinishReason, Generat
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.errors import InfraError, NoEngineOpen
-from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.engines import EnginePool
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingKey, RoutingTable
 
 A = EngineId("a")
@@ -67,9 +68,9 @@ class TimedEngine:
 
 def in_pool(engine: TimedEngine, act: Callable[[EnginePool], Awaitable[None]], *, admitted: bool = True) -> None:
     async def run() -> None:
-        deadlines = EngineDeadlines(gate_wait_s=GATE_WAIT_S, call_s=CALL_S, abort_grace_s=2.0)
+        config = GatewayConfig(gate_wait_s=GATE_WAIT_S, turn_timeout_s=CALL_S, abort_grace_s=2.0)
         clock = asyncio.get_running_loop().time
-        pool = EnginePool(deadlines, lambda _: engine, clock, trace.get_tracer("test"))  # type: ignore[arg-type,return-value]
+        pool = EnginePool(config, lambda _: engine, clock, trace.get_tracer("test"))  # type: ignore[arg-type,return-value]
         await pool.replace_table(table(1, admitted=admitted))
         await act(pool)
 

@@ -18,7 +18,7 @@ from headrace.actors.cluster.runs.records import ApiRole, Caller, Submission
 from headrace.actors.errors import ConfigError, RoleTooSmall
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.sources import OWN_TABLES
-from headrace.actors.runtime.recipe_section import overlaid
+from headrace.buffer.primitives.sections import overlaid
 from headrace.policies.miniatures.names import cache_folder
 
 BASE: dict[str, dict[str, Any]] = {

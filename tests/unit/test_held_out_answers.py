@@ -28,7 +28,7 @@ from headrace.actors.rollouts.evaluation_folders import (
     conversation_lines,
     evaluation_order,
 )
-from headrace.actors.rollouts.recorded_stations import RolloutReports
+from headrace.actors.rollouts.rollout_reports import RolloutReports
 from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, summary_lines, write_summary
 from headrace.actors.run.sources import problem_digest, refuse_overlap
 from headrace.actors.training.replay import Evaluated

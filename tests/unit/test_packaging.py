@@ -72,7 +72,7 @@ def test_the_wheel_contains_exactly_the_source_tree(tmp_path: Path) -> None:
         f"headrace/{path.relative_to(ROOT)}"
         for package in RANKS
         for path in (ROOT / package).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed" or path.parent in PAGE_FILES
+        if path.suffix in (".py", ".txt") or path.name == "py.typed" or path.parent in PAGE_FILES
     }
     assert packed == tree
 

@@ -18,8 +18,8 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import GroupFailed, ModelInvalid
 from headrace.policies.push.compatibility import check_fits, read_model_specs
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
-from headrace.policies.push.tensors import TensorSpec
 from headrace.policies.push.transfer import lay_out
+from headrace.policies.tensors import TensorSpec
 from support.tiny_model import write_weights
 
 

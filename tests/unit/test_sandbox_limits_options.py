@@ -14,7 +14,8 @@ from headrace.serve.sandbox_servers.e2b_state.errors import RpcError
 from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits, parse_ceilings, parse_size
 from headrace.serve.sandbox_servers.e2b_state.watchers import ScanBudget
-from headrace.serve.sandbox_servers.exec.server import ServeOptions, provider_config
+from headrace.serve.sandbox_servers.exec.options import ServeOptions
+from headrace.serve.sandbox_servers.exec.server import provider_config
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_ceilings_lower_a_specification_and_refuse_more() -> None:
 
 
 def options(**more: Any) -> ServeOptions:
-    return ServeOptions(**{"host": "127.0.0.1", "port": 0, **more})
+    return ServeOptions(**more)
 
 
 def test_options_become_the_providers_limits() -> None:

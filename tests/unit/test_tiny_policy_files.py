@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from warm_start import NoisyDemonstrator, WarmStartConfig, warm_start
 
 from headrace.actors.agents.registry.config import ShellAgentConfig
 from headrace.buffer.tasks.datasets.terminal import Kind, Split, combinations, problems
-from headrace.policies.learners.warm_start import NoisyDemonstrator, WarmStartConfig, warm_start
 from headrace.policies.miniatures.fitting import learning_rate_at
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
@@ -57,7 +57,7 @@ def test_the_policy_acts_on_what_it_read(kind: Kind) -> None:
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    config = WarmStartConfig(practice_steps=2, noise_steps=2, batch_size=8)
+    config = WarmStartConfig(steps=4, practice_steps=2, batch_size=8)
     digest = warm_start(config, tmp_path / "one")
     assert warm_start(config, tmp_path / "two") == digest
     assert warm_start(config.model_copy(update={"seed": 1}), tmp_path / "three") != digest

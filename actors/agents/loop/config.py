@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from headrace.actors.agents.loop.action_parsers import PARSERS, ParserKind
 from headrace.actors.agents.loop.contexts import FULL, head_share
 from headrace.actors.agents.loop.judge import JudgeConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.services.templates import check_names, filled
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.task import Task
 
 _OPENING: Final = ("instruction", "given")
@@ -18,10 +19,8 @@ _NAMES: Final = {"system": _OPENING, "first": _OPENING, "observation": ("observa
 """Names that each template can use."""
 
 
-class LoopConfig(BaseModel):
+class LoopConfig(Section):
     """Settings of the loop agent. `system`, `first` and `observation` are Jinja templates."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     parser: ParserKind = ParserKind.LINE
     """Form of the policy's actions: `line`, `fence`, `tags`, `calls` or `search`."""

@@ -19,7 +19,7 @@ from functools import cache
 from inspect import isawaitable
 from typing import Final, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.by_service.judge import vote_seed
@@ -27,6 +27,7 @@ from headrace.actors.evaluation.graders.rewards import Judgement
 from headrace.actors.services.chat import ChatMessage
 from headrace.actors.services.service import Services
 from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.trajectories.step_scores import MAX_SCORE, Credit
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,8 @@ GRACE_S: Final = 30.0
 _BOXED: Final = re.compile(r"\\boxed\{\s*(\+?1|-1)\s*\}")
 
 
-class JudgeConfig(BaseModel):
+class JudgeConfig(Section):
     """Settings of the judge of steps; without `service` and `rule` there is none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     service: str = ""
     """Name of the service (`[services.NAME]`) with the model that votes."""

@@ -66,15 +66,12 @@ class SimulatedPolicy(Protocol):
     @property
     def key(self) -> str:
         """Name of the attempt, which is the same in every run: task, rollout and attempt number."""
-        ...
 
     async def turn(self, tokens: int, seconds: float) -> None:
         """Generate one answer of `tokens` tokens in `seconds` seconds."""
-        ...
 
     async def use(self, tool: str, seconds: float) -> None:
         """Let a tool take `seconds` seconds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +106,9 @@ class Agent(Protocol):
     @property
     def folders(self) -> tuple[HostFolder, ...]:
         """Host folders that are mounted in the agent's sandbox, but not in the evaluator's sandboxes."""
-        ...
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """Work on the task. Raises AgentNotStarted, and gateway and sandbox errors, which the caller classifies."""
-        ...
 
 
 def agent_name(agent: Agent) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict
-
 from headrace.actors.agents.programs.cli_agent import (
     CliAgent,
     Launch,
@@ -20,6 +18,7 @@ from headrace.actors.agents.programs.cli_agent import (
     ProgramEnd,
     result_event,
 )
+from headrace.buffer.primitives.sections import Section
 
 _OF_TRACES: Final = {
     "CLAUDE_CODE_ENABLE_TELEMETRY": "1",
@@ -33,10 +32,8 @@ _OF_TRACES: Final = {
 _ROOT_MAY: Final = '[ "$(id -u)" != 0 ] || export IS_SANDBOX=1'
 
 
-class ClaudeCodeConfig(BaseModel):
+class ClaudeCodeConfig(Section):
     """Settings of Claude Code."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bare: bool = False
     """Whether to start Claude Code with `--bare`, which gives 3 tools and a prompt of 1,000 tokens instead of 24 tools

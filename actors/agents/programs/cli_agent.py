@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from headrace.actors.agents.programs.agent import AgentNotStarted, AgentReport, AgentSession, StopReason
 from headrace.actors.agents.programs.installation import installed_folder
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.tasks.task import Task
 from headrace.sandboxes.base import HostFolder, HostPort, Process, Sandbox, Stream
 from headrace.sandboxes.errors import SandboxError
@@ -57,10 +58,8 @@ exec "$@"
 _DEFAULT_FOLDER: Final = "/workspace"
 
 
-class ProgramConfig(BaseModel):
+class ProgramConfig(Section):
     """Settings shared by all agents that are programs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path | None = None
     """Folder of the agent on this host; None for the installed one (guide 'Agents')."""
@@ -77,7 +76,7 @@ class ProgramConfig(BaseModel):
     interpret a leading slash and name as one of their own commands, and exit."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the program."""
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default_factory=dict)
     """Further environment variables; they override those that headrace sets."""
     model: str = "policy"
     """Model name that the agent sends in its requests."""
@@ -211,12 +210,10 @@ class CliAgent(ABC):
     @abstractmethod
     def launch(self, context: LaunchContext) -> Launch:
         """Return the command line, environment and files with which to start the program."""
-        ...
 
     @abstractmethod
     def ending(self, printed: OutputTail) -> ProgramEnd:
         """Parse how the program ended from its output."""
-        ...
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:

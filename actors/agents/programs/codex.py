@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.agents.programs.cli_agent import (
     CliAgent,
@@ -15,15 +15,14 @@ from headrace.actors.agents.programs.cli_agent import (
     ProgramConfig,
     ProgramEnd,
 )
+from headrace.buffer.primitives.sections import Section
 
 _KEY: Final = "GATEWAY_KEY"
 _PROVIDER: Final = "gateway"
 
 
-class CodexConfig(BaseModel):
+class CodexConfig(Section):
     """Settings of Codex."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compact_at: float = Field(default=0.8, gt=0, le=1)
     """Share of the session's context after which Codex summarizes its history."""

@@ -205,7 +205,7 @@ def _install_mini(cache: Path, *, latest: bool, python: str) -> Path:
             [metadata] = building.glob("mini_swe_agent-*.dist-info")
             folder = cache / metadata.name.removesuffix(".dist-info").replace("_", "-")
         else:
-            _pip(building, python, ("--no-deps", *versions.MINI_SWE_AGENT_REQUIREMENTS))
+            _pip(building, python, ("--no-deps", *versions.mini_swe_agent_requirements()))
         _publish(building, folder / f"py{python}")
     return folder
 

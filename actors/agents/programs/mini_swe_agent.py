@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.agents.programs.cli_agent import (
     CliAgent,
@@ -20,6 +20,7 @@ from headrace.actors.agents.programs.cli_agent import (
     ProgramEnd,
 )
 from headrace.actors.evaluation.in_sandbox import source
+from headrace.buffer.primitives.sections import Section
 
 
 class MiniMode(StrEnum):
@@ -31,10 +32,8 @@ class MiniMode(StrEnum):
     """One code block in the text."""
 
 
-class MiniSweAgentConfig(BaseModel):
+class MiniSweAgentConfig(Section):
     """Settings of mini-swe-agent."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: MiniMode = MiniMode.TOOL
     """`tool` or `text`."""

@@ -15,12 +15,13 @@ import math
 import random
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace.actors.agents.programs.agent import AgentReport, AgentSession, StopReason
 from headrace.actors.runtime.simulated.durations import Durations, DurationsConfig
 from headrace.actors.runtime.simulated.tasks import is_solved
 from headrace.actors.services.chat import ChatContextExceeded, ChatMessage
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.slowdowns import Slowdown, Slowdowns, SlowKind, refuse_kinds
 from headrace.buffer.tasks.evaluators import SimulatedEvaluator
 from headrace.buffer.tasks.task import Task
@@ -35,10 +36,8 @@ TOOL_CPUS = 0.5
 """CPU seconds that a tool uses per second; one that a slowdown prolongs waits, for something or for a CPU."""
 
 
-class SimulatedAgentConfig(BaseModel):
+class SimulatedAgentConfig(Section):
     """Durations and failures of simulated rollouts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     durations: DurationsConfig = DurationsConfig()
     """Time that the agent takes from start to end, excluding pauses of the engines."""

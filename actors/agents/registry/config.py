@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.actors.agents.loop.config import LoopConfig
 from headrace.actors.agents.programs.claude_code import ClaudeCodeConfig
@@ -13,13 +13,11 @@ from headrace.actors.agents.programs.cli_agent import ProgramConfig
 from headrace.actors.agents.programs.codex import CodexConfig
 from headrace.actors.agents.programs.mini_swe_agent import MiniSweAgentConfig
 from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 
 
-class ShellAgentConfig(BaseModel):
+class ShellAgentConfig(Section):
     """Limits of one run of the agent."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_turns: int = Field(default=3, ge=1)
     """Maximum number of policy answers, including the last one."""

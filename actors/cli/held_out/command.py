@@ -30,13 +30,7 @@ from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About
 from headrace.actors.run.checks import check_parts
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
-from headrace.actors.run.launch import (
-    interrupts_of_ray,
-    reopen,
-    sole_driver,
-    telling_warnings,
-    watch,
-)
+from headrace.actors.run.launch import interrupts_of_ray, reopen, sole_driver, telling_warnings, watch
 from headrace.actors.run.parts import evaluation_sampling, recipe_digest
 from headrace.actors.run.progress import starting
 from headrace.actors.run.sections import ModelSection

@@ -8,7 +8,9 @@ Invariants:
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from headrace.buffer.primitives.sections import Section
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -16,10 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["ControlArguments", "build"]
 
 
-class ControlArguments(BaseModel):
+class ControlArguments(Section):
     """Arguments of the application, `args` in the file for `serve deploy`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key_file: Path
     """File with lines `SHA256 ROLE OWNER`, on every node that may have a replica."""

@@ -37,7 +37,6 @@ class Visible(Protocol):
 
     def __call__(self, run_id: RunId, caller: Caller) -> Awaitable[RunId]:
         """Return the id of a run that the caller may see. Raises RunUnknown."""
-        ...
 
 
 class RunPages:

@@ -130,15 +130,11 @@ class ClusterNodes:
         )
 
     async def _report(self, node: Node) -> NodeReport | None:
-        known = self._agents.get(node.node)
-        return None if known is None else await _answer(known.agent)
-
-
-async def _answer(agent: NodeAgent) -> NodeReport | None:
-    with suppress(ActorError, TimeoutError, OSError):
-        async with asyncio.timeout(ASK_S):
-            return await agent.report()
-    return None
+        if (known := self._agents.get(node.node)) is not None:
+            with suppress(ActorError, TimeoutError, OSError):
+                async with asyncio.timeout(ASK_S):
+                    return await known.agent.report()
+        return None
 
 
 async def _remove(agent: NodeAgent, keep: dict[str, tuple[str, ...]]) -> None:

@@ -119,34 +119,28 @@ class RunsApi(Protocol):
     async def perform(self, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:
         """Call the method `name` for a user. Raises RunUnknown for a run that the caller may not see, and what the
         method raises."""
-        ...
 
     @operation("POST", "/v1/runs", ApiRole.OPERATE, status=201)
     async def submit(self, caller: Caller, name: Name, recipe: Recipe, idempotency_key: str) -> RunRecord:
         """Add a run of the caller's, or return the one that the same submission added before. Raises ConfigError,
         RoleTooSmall for what the caller's recipes may not name, SubmissionConflict, RunRefused if the owner has a live
         run of this name, QuotaExceeded if it could never start, and CannotBePlaced if no node has what it needs."""
-        ...
 
     @operation("GET", "/v1/runs", ApiRole.READ, key="runs")
     async def runs(self, caller: Caller) -> tuple[RunRecord, ...]:
         """Return the runs of the caller, or of all owners for an admin, in the order of the queue."""
-        ...
 
     @operation("GET", RUN, ApiRole.READ)
     async def run(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Return one run."""
-        ...
 
     @operation("POST", f"{RUN}/drain", ApiRole.OPERATE)
     async def drain(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Let the run save a checkpoint and end. Returns at once. Raises RunRefused if it is being stopped."""
-        ...
 
     @operation("POST", f"{RUN}/stop", ApiRole.OPERATE)
     async def stop(self, caller: Caller, run_id: RunId) -> RunRecord:
         """End the run. Returns at once."""
-        ...
 
     # After a lost answer, a second request would find a live run and be refused.
     @operation("POST", f"{RUN}/resume", ApiRole.OPERATE, repeatable=False)
@@ -154,18 +148,15 @@ class RunsApi(Protocol):
         """Queue an ended run again, with changed keys (`table.key=value`). Raises RunRefused if it is live or finished,
         ConfigError for a key that may not change, and RoleTooSmall if the caller could not submit the changed
         recipe."""
-        ...
 
     @operation("POST", f"{RUN}/upgrade", ApiRole.OPERATE)
     async def upgrade(self, caller: Caller, run_id: RunId) -> RunRecord:
         """Let a live run save a checkpoint, end, and start again under what is installed. Returns at once. Raises
         RunRefused if it has ended, or is being drained or stopped."""
-        ...
 
     @operation("GET", "/v1/nodes", ApiRole.ADMIN, key="nodes")
     async def nodes(self, caller: Caller) -> tuple[NodeStatus, ...]:
         """Return the living nodes."""
-        ...
 
     @operation("POST", "/v1/nodes/{node}/drain", ApiRole.ADMIN, answer_s=LEAVE_S)
     async def drain_node(
@@ -174,30 +165,24 @@ class RunsApi(Protocol):
         """Let all runs leave a node, named by its address or Ray id: no new rollouts and engines there. Returns once no
         rollout runs there; those that have not ended after `deadline_s` are issued elsewhere. Raises ConfigError for an
         unknown node and the control node."""
-        ...
 
     async def events(self, caller: Caller, run_id: RunId, after: int, wait_s: float) -> EventPage:
         """Return the events after number `after`, as soon as there is one, the run has ended, or the time is over."""
-        ...
 
     @operation("GET", f"{RUN}/status", ApiRole.READ)
     async def status(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace status --json`."""
-        ...
 
     @operation("GET", f"{RUN}/report", ApiRole.READ, answer_s=40.0)
     async def report(self, caller: Caller, run_id: RunId) -> dict[str, Any]:
         """Return the document of `headrace report --json`."""
-        ...
 
     async def page(self, run_id: RunId, request: PageRequest) -> PageAnswer:
         """Return the answer of the run's page. Raises RunRefused if it has none, or if it does not answer."""
-        ...
 
     @operation("GET", f"{RUN}/engines", ApiRole.READ, key="engines")
     async def engines(self, caller: Caller, run_id: RunId) -> tuple[EngineStatus, ...]:
         """Return the engines of the run."""
-        ...
 
     @operation("POST", f"{RUN}/engines", ApiRole.OPERATE)
     async def add_engine(
@@ -205,14 +190,12 @@ class RunsApi(Protocol):
     ) -> EngineChange:
         """Attach a server to a live run. The server is sent the run's key, so the caller must be one who could submit
         the recipe. Raises RoleTooSmall, RunRefused if the run is not live, and EngineGroupError."""
-        ...
 
     @operation("DELETE", f"{RUN}/engines/{{engine}}", ApiRole.OPERATE)
     async def remove_engine(
         self, caller: Caller, run_id: RunId, engine_id: str, timeout_s: Annotated[float, Field(ge=0, le=600)] = 120.0
     ) -> EngineChange:
         """Remove an engine from a live run. Raises RunRefused if the run is not live, and EngineGroupError."""
-        ...
 
     @operation("POST", f"{RUN}/take", ApiRole.OPERATE, body=Take)
     @operation("POST", f"{RUN}/commit", ApiRole.OPERATE, body=Commit, answer_s=_TRAINER_S)
@@ -222,7 +205,6 @@ class RunsApi(Protocol):
         """Return the JSON answer of the run's learner to the user's trainer, whose question for an order may wait.
         Raises RoleTooSmall for weights in a folder that the caller may not name, RunRefused if the run is not live or
         trains by itself, LeaseLost, TrainerRefused, ModelInvalid, and ActorLost while the learner starts."""
-        ...
 
     @operation("GET", f"{RUN}/logs", ApiRole.READ)
     async def logs(
@@ -235,11 +217,9 @@ class RunsApi(Protocol):
     ) -> LogPage:
         """Return complete lines of an actor's log, or of all logs, after the cursor (empty: from the beginning), of at
         most `limit_bytes` in all. Raises RunRefused for an unknown actor or cursor."""
-        ...
 
     async def ready(self, caller: Caller, run_id: RunId) -> Readiness:
         """Check a run."""
-        ...
 
 
 Method = Callable[Concatenate[RunsApi, Caller, P], Awaitable[R]]
@@ -252,11 +232,9 @@ class RunsClient(Protocol):
     async def ask(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> R:
         """Return the result of an operation, without its caller, who is this client's user. Raises the operation's
         errors, and ActorLost if there is no answer in time."""
-        ...
 
     def events(self, run_id: RunId, *, after: int = 0) -> AsyncGenerator[RunEvent, None]:
         """Yield the events of a run after number `after`, until the run has ended."""
-        ...
 
 
 async def perform(runs: RunsApi, name: str, caller: Caller, arguments: Mapping[str, Any]) -> Any:

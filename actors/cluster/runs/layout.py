@@ -113,7 +113,7 @@ async def check_cluster(config: RunConfig) -> None:
     refuse_absent_roles(nodes, labels)
     refuse_too_large(nodes, labels, _bundles(config))
     ours = [node for node in nodes if node.role in labels.values()]
-    paths = {labels[role]: _paths(config) for role in labels}
+    paths = dict.fromkeys(labels.values(), [] if config.engines.is_simulated else [str(config.model.path)])
     assert cluster.state is not None and cluster.storage is not None
     states = {labels[NodeRole.CONTROL]: str(cluster.state)}
     for head in (node for node in nodes if node.is_head):
@@ -187,7 +187,3 @@ def _bundles(config: RunConfig) -> dict[str, Bundle]:
             role=NodeRole.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes
         )
     return bundles
-
-
-def _paths(config: RunConfig) -> list[str]:
-    return [] if config.engines.is_simulated else [str(config.model.path)]

@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -69,7 +68,8 @@ def read_logs(folder: Path, actor: str | None, *, after: str, limit_bytes: int) 
             positions[name] = position
         if page.is_full:
             break
-    return LogPage(lines=tuple(page.lines), cursor=_encoded(positions))
+    document = {name: [position.mark, position.offset] for name, position in sorted(positions.items())}
+    return LogPage(lines=tuple(page.lines), cursor=base64.urlsafe_b64encode(orjson.dumps(document)).decode())
 
 
 def _added(reader: LogReader, page: _Page) -> Position | None:
@@ -84,11 +84,6 @@ def _added(reader: LogReader, page: _Page) -> Position | None:
     except ValueError as error:
         raise _invalid_cursor() from error
     return reader.position
-
-
-def _encoded(positions: Mapping[str, Position]) -> str:
-    document = {name: [position.mark, position.offset] for name, position in sorted(positions.items())}
-    return base64.urlsafe_b64encode(orjson.dumps(document)).decode()
 
 
 def _decoded(cursor: str) -> dict[str, Position]:

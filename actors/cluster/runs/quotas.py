@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from headrace.actors.cluster.runs.records import ActualState, Demands, RunId, RunRecord
 from headrace.actors.cluster.runs.table import NAME
 from headrace.actors.errors import ConfigError, QuotaExceeded
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 
 
 def _absolute(path: Path) -> Path:
@@ -149,7 +149,9 @@ def next_to_start(records: Iterable[RunRecord], quotas: Quotas, *, now_s: float)
 
 def _choices(runs: list[RunRecord], quota: Quota, now_s: float) -> Iterator[tuple[RunRecord, str]]:
     """Yield each waiting run of one owner with the reason why it waits, empty if it may start."""
-    holders = [run for run in runs if _holds(run)]
+    holders = [
+        one for one in runs if one.is_live and (one.actual is not ActualState.WAITING or one.next_try_s is not None)
+    ]
     first_waiting: RunRecord | None = None
     for run in runs:
         if run.actual is not ActualState.WAITING:
@@ -164,10 +166,6 @@ def _choices(runs: list[RunRecord], quota: Quota, now_s: float) -> Iterator[tupl
         else:
             holders.append(run)
             yield run, ""
-
-
-def _holds(run: RunRecord) -> bool:
-    return run.is_live and (run.actual is not ActualState.WAITING or run.next_try_s is not None)
 
 
 def _excesses(quota: Quota, held: Sequence[Demands], demands: Demands) -> Iterator[_Excess]:

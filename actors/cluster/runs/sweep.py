@@ -39,11 +39,12 @@ async def sweep_unowned(live: Collection[str]) -> tuple[str, ...]:
 
 def _sweep(namespace: str) -> None:
     import ray
-    from ray.util import remove_placement_group
+    from ray.util import list_named_actors, remove_placement_group
 
-    for name in _actors(namespace):
-        with suppress(ValueError):
-            ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["namespace"] == namespace:
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(actor["name"], namespace=namespace), no_restart=True)
     for group_name, group in _groups():
         if group_name.startswith(f"{namespace}-"):
             remove_placement_group(group)
@@ -55,12 +56,6 @@ def _run_ids() -> set[str]:
     named: Iterable[str] = (actor["namespace"] for actor in list_named_actors(all_namespaces=True))
     reserved = (name for name, _ in _groups())
     return {match.group(1) for text in (*named, *reserved) if (match := OF_A_RUN.match(text))}
-
-
-def _actors(namespace: str) -> list[str]:
-    from ray.util import list_named_actors
-
-    return [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
 
 
 def _groups() -> list[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from headrace.actors.evaluation.graders.verdict import (
     EvaluationRequest,
@@ -24,10 +24,7 @@ from headrace.actors.evaluation.graders.verdict import (
 from headrace.buffer.tasks.evaluators import EvaluatorPart, RewardMap, SumEvaluator
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.rows import Lineage
-
+from headrace.serve.gateway.capture.rows import Lineage
 
 Score: TypeAlias = Callable[[Task, EvaluationRequest], Awaitable[Verdict]]
 """Function that scores by one evaluator, which is no sum."""

@@ -160,7 +160,6 @@ class AgentSandboxes(CleanSandboxes, Protocol):
 
     def live(self, ref: SandboxRef) -> AbstractAsyncContextManager[Sandbox]:
         """Attach to the agent's sandbox, which is not frozen and belongs to the rollout."""
-        ...
 
 
 def solved(detail: str = "") -> Verdict:

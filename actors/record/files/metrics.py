@@ -368,7 +368,6 @@ class MetricsWriter(Protocol):
 
     async def record(self, lines: Sequence[bytes]) -> None:
         """Append lines, each from `line_of`."""
-        ...
 
 
 class MetricsLog:

@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Final, NoReturn, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace.actors.errors import RunFenced, StorageLost
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.durable_files import create_file, fsync, replace_file
+from headrace.buffer.primitives.sections import Section
 
 FOLDER: Final = "incarnations"
 FILES_KEPT: Final = 5
@@ -47,10 +48,8 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 logger = logging.getLogger(__name__)
 
 
-class FenceConfig(BaseModel):
+class FenceConfig(Section):
     """Times of the incarnation fence."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     renew_s: float = Field(default=5.0, gt=0)
     """Time between two renewals."""

@@ -208,19 +208,16 @@ class NodeAgent:
 
     def _remove(self, folder: str, keep: tuple[str, ...]) -> None:
         with self._removing:
-            self._remove_now(folder, keep)
-
-    def _remove_now(self, folder: str, keep: tuple[str, ...]) -> None:
-        if folder not in self._folders():
-            if RUN_FOLDER.fullmatch(folder) and not (self._state / folder).exists():
-                return
-            raise ValueError(f"{folder!r} is not the folder of a run in {self._state} that this node may remove")
-        for path in (self._state / folder).iterdir():
-            if path.name in keep:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        if not keep:
-            shutil.rmtree(self._state / folder, ignore_errors=True)
+            if folder not in self._folders():
+                if RUN_FOLDER.fullmatch(folder) and not (self._state / folder).exists():
+                    return
+                raise ValueError(f"{folder!r} is not the folder of a run in {self._state} that this node may remove")
+            for path in (self._state / folder).iterdir():
+                if path.name in keep:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            if not keep:
+                shutil.rmtree(self._state / folder, ignore_errors=True)

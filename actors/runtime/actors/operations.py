@@ -106,15 +106,12 @@ class Operator(Protocol[Q, R]):
     async def begin(self, requests: dict[str, Q], attempts: Attempts = NO_ATTEMPTS) -> Results[R]:
         """Begin the operations that are not running yet, and return the results that are ready immediately. `attempts`
         has the keys of those that work for one attempt."""
-        ...
 
     async def fetch(self, keys: list[str]) -> Results[R]:
         """Wait for the next results of these operations."""
-        ...
 
     async def withdraw(self, keys: list[str]) -> None:
         """Cancel these operations and release their results. Idempotent."""
-        ...
 
 
 class Operations(ResourceOwner, Generic[Q, R]):

@@ -51,7 +51,7 @@ from headrace.actors.runtime.actors.nodes import (
     this_process,
 )
 from headrace.actors.runtime.actors.operations import ABSENCE, until_back
-from headrace.actors.runtime.actors.process_tree import begin_ticking
+from headrace.actors.runtime.actors.ticker import begin_ticking
 from headrace.buffer.primitives.daemon_thread import start_in_thread
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.sandboxes.host.private_folders import temporary_folder
@@ -145,32 +145,25 @@ class Runtime(Protocol):
     async def spawn(self, cls: type[T], *args: Any, name: str, resources: Resources = PLAIN, **kwargs: Any) -> T:
         """Start an actor and return it once it is ready. Raises TypeError for a class with synchronous public methods,
         and StartFailed if the actor does not start."""
-        ...
 
     async def stop(self, actor: object) -> None:
         """Exit the actor's context and end the actor. Idempotent; a dead actor is not an error."""
-        ...
 
     def found(self, actor: object) -> bool:
         """Return True if `spawn` found the actor already running, spawned by another process."""
-        ...
 
     async def stats(self, actor: object) -> tuple[int, int]:
         """Return the process id and the number of calls received so far. Raises ActorLost when its process is gone."""
-        ...
 
     async def restart(self, actor: object, process_id: int) -> None:
         """Kill the process of a hung actor; a new one is started. Idempotent."""
-        ...
 
     def processes(self) -> list[NodeProcess]:
         """Return the processes of the actors that `stats` has seen last."""
-        ...
 
     async def reserve(self, name: str, bundle: Bundle) -> None:
         """Reserve resources on one node, for the actors whose `Resources` name this bundle. Idempotent. Raises
         StartFailed."""
-        ...
 
 
 class InlineRuntime:
@@ -787,17 +780,3 @@ def stop_local_ray() -> None:
 
     if ray.is_initialized():
         ray.shutdown()
-
-
-__all__ = [
-    "ActorProxy",
-    "InlineRuntime",
-    "RayRuntime",
-    "Resources",
-    "Runtime",
-    "check_ray_folder",
-    "node_address",
-    "offered_gpus",
-    "start_local_ray",
-    "stop_local_ray",
-]

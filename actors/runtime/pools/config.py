@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from headrace.actors.runtime.recipe_section import Section
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.local.provider import LocalSandboxSection
 from headrace.sandboxes.pool.config import PoolSection

@@ -24,15 +24,7 @@ from headrace.actors.record.files.run_directory import RunDirectory, sandbox_own
 from headrace.actors.runtime.pools.config import SandboxKind, SandboxSection
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.tasks.task import TaskId
-from headrace.sandboxes.base import (
-    Feature,
-    Sandbox,
-    SandboxId,
-    SandboxInfo,
-    SandboxProvider,
-    SandboxRef,
-    SandboxSpec,
-)
+from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.e2b.provider import E2bProvider
 from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable, SpecRefused
 from headrace.sandboxes.host.leftovers import run_label

@@ -13,17 +13,17 @@ import random
 from statistics import NormalDist, fmean
 from typing import Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from headrace.buffer.primitives.sections import Section
 
 NORMAL: Final = NormalDist()
 LEAST_RANK: Final = 1e-12
 """Ranks stay this far from 0 and 1, where the normal distribution has no quantile."""
 
 
-class DurationsConfig(BaseModel):
+class DurationsConfig(Section):
     """Distribution of durations (lognormal or recorded), its dependence on task and outcome, and stragglers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mean_s: float = Field(default=60.0, gt=0)
     """Mean of the lognormal distribution, before the cap."""

@@ -79,7 +79,9 @@ class Fit:
 def fit(recording: Recording) -> Fit:
     """Fit durations to a recording. Raises ConfigError if too few attempts finished."""
     refuse_thin(recording)
-    observations = sorted(recording.observations, key=_order)
+    observations = sorted(
+        recording.observations, key=lambda one: (one.task, one.seconds, one.finished, bool(one.solved))
+    )
     seconds = [max(LEAST_S, observation.seconds) for observation in observations]
     finished = [observation.finished for observation in observations]
     curve = SurvivalCurve.estimate(seconds, finished)
@@ -116,10 +118,6 @@ def fit(recording: Recording) -> Fit:
         mean_s=fmean(quantiles_s),
         naive_mean_s=fmean(value for value, ended in zip(seconds, finished, strict=True) if ended),
     )
-
-
-def _order(observation: AttemptDuration) -> tuple[str, float, bool, bool]:
-    return (observation.task, observation.seconds, observation.finished, bool(observation.solved))
 
 
 def _mixed(values: Sequence[float], observations: Sequence[AttemptDuration]) -> MixedFit:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from headrace.actors.agents.programs.simulated import SimulatedAgentConfig
 from headrace.actors.errors import ConfigError
@@ -29,6 +29,7 @@ from headrace.actors.runtime.simulated.durations import Durations, DurationsConf
 from headrace.actors.runtime.simulated.tasks import simulated_tasks, task_name
 from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.primitives.sections import Section
 from headrace.buffer.primitives.slowdowns import Slowdown, SlowKind, refuse_names
 from headrace.buffer.tasks.task import Task
 from headrace.policies.learners.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
@@ -56,10 +57,8 @@ class Mode(StrEnum):
     """The rollouts of one batch, its step and its push run one after the other."""
 
 
-class SimulationPlan(BaseModel):
+class SimulationPlan(Section):
     """Plan of one simulated run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots: int = Field(default=64, ge=1)
     """Maximum number of rollouts in flight."""

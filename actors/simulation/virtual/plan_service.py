@@ -11,42 +11,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.metrics import UNRECORDED, MetricsLog
-from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, resolve
-from headrace.actors.run.launch import lay_out
 from headrace.actors.run.parts import Externals
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.actors.runtime import Runtime
 from headrace.actors.simulation.virtual.plan import SimulationPlan
-from headrace.buffer.primitives.slowdowns import SlowKind
 
 CHECK_INTERVAL_S = 600.0
 """Interval of the supervision's checks in virtual time; one check a second would cost more than the run."""
 
 EVALUATED_INTERVAL_S = 10.0
 """The same with evaluations, which begin at a check."""
-
-
-def scaled(plan: SimulationPlan, factor: float) -> SimulationPlan:
-    """Return the plan with every duration multiplied by `factor`."""
-    durations = plan.durations
-    changes = {
-        "mean_s": durations.mean_s * factor,
-        "median_s": durations.median_s * factor,
-        "cap_s": durations.cap_s * factor,
-        "recorded_s": tuple(duration_s * factor for duration_s in durations.recorded_s),
-    }
-    return plan.model_copy(
-        update={
-            "durations": durations.model_copy(update=changes),
-            "learner_s": plan.learner_s * factor,
-            "push_s": plan.push_s * factor,
-            "boot_s": plan.boot_s * factor,
-            "evaluate_s": plan.evaluate_s * factor,
-        }
-    )
 
 
 def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -> RunConfig:
@@ -72,19 +48,6 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
     config = resolve(document | tables, Path("the plan"), run_dir)
     # The pool of a plan also sets what a recipe has no keys for, such as its concurrent kills.
     return config.model_copy(update={"sandbox": plan.sandbox_section()})
-
-
-def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
-    """Create the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
-    first step and one after the last. Raises ConfigError, including for what a recipe cannot express: `chances`,
-    `images` and slow evaluators."""
-    if plan.chances:
-        raise ConfigError("chances: not supported in real time, where each task draws its own; remove the key")
-    if plan.images > 1 or any(slowdown.kind is SlowKind.EVALUATOR for slowdown in plan.slowdowns):
-        raise ConfigError("images and slowdowns of kind evaluator: not supported in real time; remove the keys")
-    config = plan_config(plan, directory.path)
-    lay_out(config, directory)
-    return config
 
 
 @asynccontextmanager

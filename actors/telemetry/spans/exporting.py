@@ -264,7 +264,7 @@ def batches(store: SpanFolder, cursor: Cursor) -> Iterator[dict[str, list[dict[s
 def join_strays(spans: list[dict[str, Any]]) -> None:
     """Put the agent's own spans of a whole trace below the span of the agent if their parents lead nowhere: they were
     never sent, or form a circle."""
-    sent = {span["span_id"]: span for span in spans if _is_sent(span)}
+    sent = {span["span_id"]: span for span in spans if span["attributes"].get(names.SENDER) == "agent"}
     rooted = {span["span_id"] for span in spans} - sent.keys()
     own = (span["span_id"] for span in spans if span["name"].startswith(names.AGENT) and span["span_id"] in rooted)
     if not sent or (agent := next(own, None)) is None:
@@ -277,10 +277,6 @@ def join_strays(spans: list[dict[str, Any]]) -> None:
         if each["parent_id"] not in rooted:
             each["parent_id"] = each["otlp"]["scopeSpans"][0]["spans"][0]["parentSpanId"] = agent
         rooted |= way
-
-
-def _is_sent(span: Mapping[str, Any]) -> bool:
-    return bool(span["attributes"].get(names.SENDER) == "agent")
 
 
 def stuck_traces(directory: RunDirectory) -> Iterator[tuple[str, float]]:

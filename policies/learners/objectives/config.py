@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from headrace.buffer.primitives.sections import Section
 
 GSPO_CLIP: Final = 0.01
 """GSPO's paper clips the mean over a row at 3e-4 and 4e-4; GRPO's clips would never act on it."""
@@ -22,10 +24,8 @@ OWN: Final = ("grpo", "gspo", "cispo", PPO)
 Correction = Literal["cap", "icepop", "weights", "none"]
 
 
-class ObjectiveConfig(BaseModel):
+class ObjectiveConfig(Section):
     """Objective, off-policy correction, regularisation and normalisation of the loss (guide 'Objectives')."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     objective: str = "grpo"
     """Policy loss: `grpo` (PPO's clip for each token), `gspo` (the same for the geometric mean of the ratios of a row),

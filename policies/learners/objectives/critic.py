@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from headrace.buffer.primitives.sections import Section
 
 
-class CriticSection(BaseModel):
+class CriticSection(Section):
     """Section [learner.critic] of a recipe: the model that predicts rewards for the objective `ppo`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """AdamW's learning rate of the critic, constant. Its other settings are those of the policy."""

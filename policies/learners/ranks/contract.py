@@ -44,27 +44,21 @@ class Ranks(Protocol):
 
     def step(self, batch: Batch, learning_rate: float) -> list[RankStep]:
         """Perform one update, unless the gradient is not finite, and return the part of each rank."""
-        ...
 
     def export(self, path: Path, version: PolicyVersion) -> None:
         """Write the weights with Hugging Face names into a safetensors file. Raises OSError."""
-        ...
 
     def check_agreement(self) -> None:
         """Raise RankFailed if the ranks' weights or optimizer states differ."""
-        ...
 
     def save_state(self, directory: Path) -> None:
         """Write weights, optimizer and random states into the empty `directory`. Raises OSError."""
-        ...
 
     def interrupt(self) -> None:
         """Make a waiting call fail, so that `close` need not wait for it."""
-        ...
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
-        ...
 
 
 StartRanks: TypeAlias = "Callable[[LearnerConfig, CheckpointRef | None], Ranks]"

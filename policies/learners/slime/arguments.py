@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from headrace.policies.errors import LearnerSettingsInvalid
-from headrace.policies.learners.slime_config import SlimeSection
 
 if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig
@@ -127,10 +126,6 @@ class SlimeTerms:
     """training.steps."""
 
     @property
-    def section(self) -> SlimeSection:
-        return self.learner.slime
-
-    @property
     def checkpoint_dir(self) -> Path:
         return self.learner.checkpoint_dir
 
@@ -145,7 +140,7 @@ class SlimeTerms:
 
 def problem(terms: SlimeTerms) -> str | None:
     """Return why slime cannot train a recipe, with the keys to change, or None."""
-    learner, ranks = terms.learner, terms.section.data_parallel
+    learner, ranks = terms.learner, terms.learner.slime.data_parallel
     if learner.objective not in OBJECTIVES:
         return (
             f'learner.objective "{learner.objective}" is not one of slime\'s ({", ".join(OBJECTIVES)}): choose one of '
@@ -173,7 +168,7 @@ def flags(terms: SlimeTerms, *, load: Path) -> tuple[Flag, ...]:
 
 
 def _layout(terms: SlimeTerms) -> tuple[Flag, ...]:
-    section = terms.section
+    section = terms.learner.slime
     timeout, environment = str(section.timeout_minutes), dict(section.environment)
     # Training processes import slime, Megatron and this package, wherever those are.
     paths = (section.slime_dir, section.megatron_dir, os.environ.get("PYTHONPATH"))
@@ -207,7 +202,7 @@ def _layout(terms: SlimeTerms) -> tuple[Flag, ...]:
 def _model(terms: SlimeTerms, load: Path) -> tuple[Flag, ...]:
     model, learner = str(terms.learner.model_dir), terms.learner
     # A micro-batch's tokens are divided among the GPUs that share each row.
-    tokens = -(-learner.token_budget // terms.section.context_parallel)
+    tokens = -(-learner.token_budget // terms.learner.slime.context_parallel)
     return (
         Flag(name="--hf-checkpoint", values=(model,), decided_by="model.path"),
         Flag(name="--ref-load", values=(model,), decided_by="model.path"),
@@ -285,8 +280,8 @@ def _optimizer(terms: SlimeTerms) -> tuple[Flag, ...]:
 def command_line(terms: SlimeTerms, *, load: Path) -> tuple[str, ...]:
     """Return slime's arguments: the user's, then ours. Raises LearnerSettingsInvalid."""
     ours = flags(terms, load=load)
-    refuse_contradictions(terms.section.arguments, ours)
-    return (*terms.section.arguments, *(word for flag in ours for word in flag.words))
+    refuse_contradictions(terms.learner.slime.arguments, ours)
+    return (*terms.learner.slime.arguments, *(word for flag in ours for word in flag.words))
 
 
 def refuse_contradictions(arguments: Sequence[str], ours: Sequence[Flag]) -> None:

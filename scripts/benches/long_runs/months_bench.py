@@ -33,7 +33,7 @@ from headrace.actors.record.files.metrics import last_metric
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig
 from headrace.actors.run.report import report_of
-from headrace.actors.runtime.actors.process_tree import FOLDER_KEY, largest_gaps
+from headrace.actors.runtime.actors.ticker import FOLDER_KEY
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.store import ReplayStore
@@ -131,7 +131,7 @@ def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
         finally:
             driver.kill()
             del os.environ[FOLDER_KEY]
-        gaps = largest_gaps(Path(ticks))
+        gaps = {path.name: float(path.read_text() or 0) for path in Path(ticks).iterdir()}
     blocked = max(gaps, key=lambda name: gaps[name])
     return Costs(
         resume_s=resume_s,

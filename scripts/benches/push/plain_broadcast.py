@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
 from headrace.policies.processes.parent_death import die_with_parent
-from headrace.policies.push.tensors import Bucket
+from headrace.policies.tensors import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,8 +99,8 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
     from torch import distributed
 
     from headrace.policies.models.qwen_config import storage_place
-    from headrace.policies.push.tensors import read_specs
     from headrace.policies.push.weights import plan_buckets, read_snapshot
+    from headrace.policies.tensors import read_specs
 
     torch.set_num_threads(1)
     held = read_specs(snapshot)

@@ -38,7 +38,8 @@ from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
-from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.http.config import GatewayConfig
+from headrace.serve.gateway.http.engines import EnginePool
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingKey, RoutingTable
 
 PROMPT_TOKENS = 4
@@ -203,8 +204,8 @@ async def open_testbed(
 async def pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool]:
     """Open a gateway's engine pool for these engines."""
     by_id = {client.engine_id: client for client in clients}
-    deadlines = EngineDeadlines(gate_wait_s=TURN_DEADLINE_S, call_s=TURN_DEADLINE_S, abort_grace_s=2.0)
-    pool = EnginePool(deadlines, lambda route: by_id[route.engine_id], time.monotonic, NoOpTracer())
+    config = GatewayConfig(gate_wait_s=TURN_DEADLINE_S, turn_timeout_s=TURN_DEADLINE_S)
+    pool = EnginePool(config, lambda route: by_id[route.engine_id], time.monotonic, NoOpTracer())
     routes = tuple(EngineRoute(engine_id=client.engine_id, url=client.url) for client in clients)
     await pool.replace_table(RoutingTable(version=1, engines=routes))
     try:

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.buffer.trajectories.types import VersionSpan
 from headrace.serve.gateway.capture.echoes import Drift
 from headrace.serve.gateway.conversation import RequestPurpose, TurnAnswer
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.rendering.render import TokenIds
+from headrace.serve.gateway.rendering.render import TokenIds
 
 
 class Status(StrEnum):

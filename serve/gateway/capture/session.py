@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Annotated, NewType
+from typing import Annotated, NewType
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -59,9 +59,6 @@ from headrace.serve.gateway.parsing.base import OutputParser, ParsedCall, Parsed
 from headrace.serve.gateway.parsing.scanner import END_THINK, THINK
 from headrace.serve.gateway.rendering.render import Renderer, TokenIds
 from headrace.serve.gateway.rendering.work import RendererCall, RenderWork
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.rendering.render import Renderer
 
 SessionId = NewType("SessionId", str)
 

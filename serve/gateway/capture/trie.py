@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from headrace.buffer.trajectories.token_kinds import KindRuns
 from headrace.buffer.trajectories.types import VersionSpan
@@ -35,10 +35,7 @@ from headrace.serve.gateway.capture.matching import (
     split_echo,
 )
 from headrace.serve.gateway.conversation import Message, Reasoning, Role, ToolCall, TurnAnswer, TurnRequest, ending_of
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.rendering.render import TokenIds
-
+from headrace.serve.gateway.rendering.render import TokenIds
 
 NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 

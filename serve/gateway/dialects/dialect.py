@@ -66,48 +66,38 @@ class Dialect(Protocol):
     def ping(self) -> bytes:
         """Bytes to write while a stream is waiting for its turn; agents ignore their content and take them as a sign of
         life."""
-        ...
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
         """Parse a request. Raises BadRequest, whose `field` is the JSON path of the invalid part."""
-        ...
 
     def answer(
         self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
     ) -> dict[str, object]:
         """Return the body of a response that is not streamed; `others` are further samples of the same request."""
-        ...
 
     def stream(
         self, request: WireRequest, turn: TurnAnswer, *, created_s: int, others: Sequence[TurnAnswer] = ()
     ) -> bytes:
         """Return the same as server-sent events, terminator included."""
-        ...
 
     def status(self, failure: WireError) -> int:
         """Return the HTTP status for a failure, chosen so that this API's clients stop after failures of the agent and
         retry after ours."""
-        ...
 
     def error(self, failure: WireError) -> dict[str, object]:
         """Return the error body."""
-        ...
 
     def refuses_in_stream(self, failure: WireError) -> bool:
         """Return whether this failure of a streaming request is sent as status 200 and `stream_error`, even if nothing
         has been sent yet."""
-        ...
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
         """Return the error as an event, for a stream that has sent only pings. It is the last event, and the body ends
         cleanly: if the connection were cut after it, Codex would assume a network failure and retry a request that was
         permanently refused."""
-        ...
 
     def models(self, created_s: int) -> dict[str, object]:
         """Return the response to `GET /v1/models`: a single model, although every name is accepted."""
-        ...
 
     def model(self, name: str, created_s: int) -> dict[str, object]:
         """Return the response to `GET /v1/models/{name}`, for any name."""
-        ...

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from headrace.serve.gateway.errors import BadRequest
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.render import Renderer
 
 MOST_BYTES: Final = 1 << 20
 MOST_BRACKETS: Final = 6_000

@@ -12,13 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from headrace.policies.errors import TemplateRefused
 from headrace.serve.gateway.conversation import Role, say
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.rendering.render import Renderer
+from headrace.serve.gateway.rendering.render import Renderer
 
 Source: TypeAlias = Literal["system", "user", "agent"]
 """Who wrote a message, in the words of ATIF; results of tools are the user's."""

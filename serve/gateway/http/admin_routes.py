@@ -16,13 +16,7 @@ import orjson
 from aiohttp import web
 
 from headrace.serve.gateway.capture.session import SessionId
-from headrace.serve.gateway.errors import (
-    AdminDenied,
-    BadRequest,
-    GatewayBroken,
-    SessionUnknown,
-    WireError,
-)
+from headrace.serve.gateway.errors import AdminDenied, BadRequest, GatewayBroken, SessionUnknown, WireError
 from headrace.serve.gateway.exports.export_form import ExportForm
 from headrace.serve.gateway.http import codec
 from headrace.serve.gateway.http.agent_routes import Handler, bearer_of

@@ -13,16 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
-from aiohttp.streams import StreamReader
 
+from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.errors import BodyTooLarge, BodyUnreadable, GatewayBusy, RequestTimeout
 from headrace.serve.gateway.http.body_budget import BodyBudget, HeldBody
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.session import SessionId
 
 Parsed = TypeVar("Parsed")
 
@@ -64,7 +61,8 @@ async def read_body(
     body = bytearray()
     try:
         # Most bodies are here, with room for them; a timer would take longer than reading them.
-        async with asyncio.timeout(None if _is_here(request.content, held) else timeout_s):
+        has_room = held is None or held.budget.has_room(request.content.total_bytes)
+        async with asyncio.timeout(None if request.content.is_eof() and has_room else timeout_s):
             while piece := await request.content.readany():
                 if len(body) + len(piece) > max_bytes:
                     raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
@@ -82,8 +80,3 @@ async def read_body(
     finally:
         # A traceback may keep this frame.
         body.clear()
-
-
-def _is_here(content: StreamReader, held: HeldBody | None) -> bool:
-    """Return whether a body can be read without waiting."""
-    return content.is_eof() and (held is None or held.budget.has_room(content.total_bytes))

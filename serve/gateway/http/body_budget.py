@@ -16,12 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.errors import TooManyRequests
-
-if TYPE_CHECKING:
-    from headrace.serve.gateway.capture.session import SessionId
 
 
 @dataclass(slots=True, eq=False)

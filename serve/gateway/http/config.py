@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from headrace.buffer.primitives.sections import Section
 from headrace.policies.processes.engine_keys import EngineKeyFiles
 from headrace.serve.gateway.exports.export_form import ExportForm
 
@@ -22,10 +23,8 @@ class ModelUse(StrEnum):
     """Refused with 400."""
 
 
-class GatewaySection(BaseModel):
+class GatewaySection(Section):
     """Keys of the `[gateway]` table of a recipe. `GatewayConfig` inherits them, so that each default exists once."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     processes: int = Field(default=1, ge=1, le=64)
     """Number of gateways on each node of the role rollout, each with a port, a session log and render processes of its

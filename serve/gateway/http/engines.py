@@ -32,6 +32,7 @@ from headrace.policies.engine import Completion, Engine, EngineId, FinishReason,
 from headrace.policies.errors import EngineDown, EngineError, GrammarMissing, GrammarRefused, PromptTooLong
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.errors import ContextExceeded, InfraError, NoEngineOpen
+from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.routing import EngineRoute, Router, RoutingKey, RoutingTable
 from headrace.serve.tracing import span_names
 
@@ -39,17 +40,6 @@ MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
 DOWN_S = 1.0
 """Time for which an engine is skipped after refusing a connection."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDeadlines:
-    """Deadlines of a turn: `gate_wait_s` for the wait while no engine is available, `call_s` for one generate call,
-    `abort_grace_s` for the partial tokens of an aborted call. The first two clocks are paused while a gate is
-    closed."""
-
-    gate_wait_s: float
-    call_s: float
-    abort_grace_s: float
 
 
 @dataclass(slots=True)
@@ -60,26 +50,25 @@ class _Client:
 
 
 class EnginePool:
-    """One gateway's engines. `connect` creates the client for a route; `clock` is monotonic, in seconds."""
+    """One gateway's engines. `gate_wait_s` and `turn_timeout_s` do not count time while a gate is closed. `connect`
+    creates the client for a route; `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
-        deadlines: EngineDeadlines,
+        config: GatewayConfig,
         connect: Callable[[EngineRoute], Engine],
         clock: Callable[[], float],
         tracer: Tracer,
-        *,
-        max_imbalance: int = 8,
     ) -> None:
-        self.router = Router(max_imbalance=max_imbalance)
-        self._deadlines = deadlines
+        self.router = Router(max_imbalance=config.max_imbalance)
+        self._config = config
         self._connect = connect
         self._clock = clock
         self._tracer = tracer
         self._clients: dict[EngineId, _Client] = {}
         self.silent: Counter[EngineId] = Counter()
         """Number of consecutive calls per engine that were answered neither in time nor after being aborted. (An engine
-        that is merely slower than `call_s` returns its partial tokens on abort.)"""
+        that is merely slower than `turn_timeout_s` returns its partial tokens on abort.)"""
         self._changed = asyncio.Event()
 
     async def replace_table(self, table: RoutingTable) -> bool:
@@ -143,7 +132,7 @@ class EnginePool:
             InfraError: engines failed the turn twice.
         """
         failures, restarts, avoid = 0, 0, None
-        deadline = self._clock() + self._deadlines.gate_wait_s
+        deadline = self._clock() + self._config.gate_wait_s
         while True:
             waiting_s = self._clock()
             try:
@@ -169,7 +158,7 @@ class EnginePool:
                 # The engine never received the request, so this does not count as an attempt.
                 self.router.mark_down(engine_id, self._clock() + DOWN_S)
                 continue
-            deadline = self._clock() + self._deadlines.gate_wait_s
+            deadline = self._clock() + self._config.gate_wait_s
             if isinstance(outcome, PromptTooLong):
                 # Another engine of the same model refuses it too, and it is no failure of ours.
                 length = len(request.input_ids)
@@ -206,7 +195,7 @@ class EnginePool:
                 return engine_id, deadline
             has_push = bool(self.router.closed(now))
             if now >= deadline and not has_push:
-                raise NoEngineOpen(f"no engine was available for the turn within {self._deadlines.gate_wait_s:g} s")
+                raise NoEngineOpen(f"no engine was available for the turn within {self._config.gate_wait_s:g} s")
             ends = [] if has_push else [deadline]
             if (opening := self.router.next_opening(now)) is not None:
                 ends.append(opening)
@@ -264,16 +253,16 @@ class EnginePool:
             try:
                 began, closed_s = self._clock(), self.router.closed_s(engine_id, self._clock())
                 while not call.done():
-                    # The call may take `call_s`, not counting the time in which the engine's gate is closed.
+                    # The call may take `turn_timeout_s`, not counting the time in which the engine's gate is closed.
                     now = self._clock()
                     held_s = self.router.closed_s(engine_id, now) - closed_s
-                    left_s = self._deadlines.call_s - (now - began - held_s)
+                    left_s = self._config.turn_timeout_s - (now - began - held_s)
                     if left_s <= 0:
                         if await self._abort(client, engine_id, request.request_id, call) is None:
                             self.silent[engine_id] += 1
                         else:
                             self.silent.pop(engine_id, None)
-                        return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
+                        return EngineError(f"no answer within gateway.turn_timeout_s = {self._config.turn_timeout_s:g}")
                     await asyncio.wait({call}, timeout=left_s + self.router.opens_in_s(engine_id, now))
                 outcome = call.result()
             except asyncio.CancelledError:
@@ -306,7 +295,7 @@ class EnginePool:
             async with asyncio.TaskGroup() as group:
                 sending = group.create_task(send())
                 # Not asyncio.timeout: aiohttp swallows its cancellation when a timeout of its own is due with it.
-                await asyncio.wait({sending, call}, timeout=self._deadlines.abort_grace_s)
+                await asyncio.wait({sending, call}, timeout=self._config.abort_grace_s)
                 sending.cancel()
             outcome = call.result() if call.done() else None
         finally:

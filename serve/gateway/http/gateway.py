@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -39,10 +38,9 @@ from headrace.serve.gateway.http.bodies import Bodies
 from headrace.serve.gateway.http.body_budget import BodyBudget
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.connections import ConnectionSettings, dismiss, listen
-from headrace.serve.gateway.http.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.http.engines import EnginePool
 from headrace.serve.gateway.http.exports import Exporter, ExportFolder
 from headrace.serve.gateway.http.limited_log import LimitedLog
-from headrace.serve.gateway.http.placement import token_prefix
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
 from headrace.serve.gateway.http.sessions import SessionTable
 from headrace.serve.gateway.http.turns import Turns
@@ -52,8 +50,6 @@ from headrace.serve.gateway.rendering.render import Renderer
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 from headrace.serve.gateway.rendering.work import Renders, RenderThread
 from headrace.serve.tracing.foreign_spans import SpanIntake
-
-logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 7 * 86400.0
 """Timeout of an engine client's generate call, longer than any of the pool's deadlines."""
@@ -185,9 +181,6 @@ class Gateway:
         self._agents_log = LimitedLog()
         stack.callback(self._agents_log.close)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        deadlines = EngineDeadlines(
-            gate_wait_s=config.gate_wait_s, call_s=config.turn_timeout_s, abort_grace_s=config.abort_grace_s
-        )
         connect = self._connect
         if connect is None:
             client_config = SGLangConfig(
@@ -203,7 +196,7 @@ class Gateway:
                 key = config.engine_keys.key_of(attached=route.attached)
                 return SGLangEngine(route.engine_id, route.url, self._http, client_config, key=key)
 
-        self._pool = EnginePool(deadlines, connect, time.monotonic, self._tracer, max_imbalance=config.max_imbalance)
+        self._pool = EnginePool(config, connect, time.monotonic, self._tracer)
         stack.push_async_callback(self._pool.aclose)
         renders = self._renders(renderer)
         stack.push_async_callback(renders.aclose)
@@ -227,10 +220,8 @@ class Gateway:
             SessionLog(config.session_log_dir) if config.session_log_dir else None,
             time.monotonic,
             tasks,
-            expire_grace_s=config.expire_grace_s,
-            finished_grace_s=config.finished_grace_s,
+            config,
             exports=self._exports,
-            token_prefix="" if config.place is None else token_prefix(config.place),
         )
 
     def _renders(self, renderer: Renderer) -> Renders:

@@ -24,7 +24,9 @@ from headrace.serve.gateway.capture.session_log import Opened, SessionLog
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.errors import ExportUnknown, LogBroken, SessionExists, SessionUnfinished
 from headrace.serve.gateway.exports.export_form import ExportForm
+from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.exports import ExportFolder
+from headrace.serve.gateway.http.placement import token_prefix
 from headrace.serve.gateway.http.turns import LiveSession, Turns
 from headrace.serve.tracing.attempts import ROLLOUT_ATTEMPT
 
@@ -60,20 +62,17 @@ class SessionTable:
         log: SessionLog | None,
         clock: Callable[[], float],
         tasks: asyncio.TaskGroup,
+        config: GatewayConfig,
         *,
-        expire_grace_s: float,
-        finished_grace_s: float,
         exports: ExportFolder | None = None,
-        token_prefix: str = "",
     ) -> None:
         self.coverage = CoverageWindow()
         self._turns = turns
-        self._token_prefix = token_prefix
+        self._token_prefix = "" if config.place is None else token_prefix(config.place)
         self._log = log
         self._clock = clock
         self._tasks = tasks
-        self._expire_grace_s = expire_grace_s
-        self._finished_grace_s = finished_grace_s
+        self._config = config
         self._exports = exports
         # The other forms need no answers, which are as long as all that was sampled.
         self._keeps_answers = exports is not None and exports.form is ExportForm.ATIF
@@ -184,7 +183,7 @@ class SessionTable:
         known = await asyncio.to_thread(self._log.load_finished, session_id)
         if known is None:
             raise ExportUnknown(
-                f"No session with this id was finished in the last {self._finished_grace_s:.0f} s "
+                f"No session with this id was finished in the last {self._config.finished_grace_s:.0f} s "
                 "(gateway.finished_grace_s)."
             )
         return FinishedSession(report_of(known), known)
@@ -218,14 +217,14 @@ class SessionTable:
             session_id: opened.opened_at + opened.spec.budgets.wall_s - now
             for session_id, opened in self._unread.items()
         }
-        expired = [session_id for session_id, left_s in ends.items() if left_s < -self._expire_grace_s]
+        expired = [session_id for session_id, left_s in ends.items() if left_s < -self._config.expire_grace_s]
         if expired:
             logger.warning("closing %d sessions that were never finished", len(expired))
         for session_id in expired:
             await self.forget(session_id)
         if self._log is not None and now >= self._sweep_at:
             self._sweep_at = now + SWEEP_EVERY_S
-            self._log.remove_finished(self._finished_grace_s)
+            self._log.remove_finished(self._config.finished_grace_s)
 
     async def end_turns(self) -> None:
         """Close all sessions because the gateway is stopping; their logs remain."""

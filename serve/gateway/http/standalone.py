@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,12 +31,10 @@ from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.sandboxes.errors import SecretRefused
 from headrace.sandboxes.host.key_files import make_key, read_key
 from headrace.serve.gateway.errors import OptionRefused
-from headrace.serve.gateway.exports.export_form import ExportForm
 from headrace.serve.gateway.http.config import GatewayConfig
 from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.options import StandaloneOptions
 from headrace.serve.gateway.http.routing import EngineRoute, RoutingTable
-
-logger = logging.getLogger(__name__)
 
 FOREIGN_VERSION: Final = PolicyVersion(0, 0)
 _EXPIRE_EVERY_S: Final = 10.0
@@ -74,28 +70,6 @@ async def portioned_collections(*, full_every_s: float = FULL_EVERY_S) -> AsyncI
         gc.unfreeze()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandaloneOptions:
-    """Command-line options. `engine_urls` are SGLang servers; `admin_token_file` is created if it is missing;
-    `engine_key_file` has the key of all engines; finished sessions are written to the folder `export`. `place` is the
-    number of a process among several."""
-
-    engine_urls: tuple[str, ...]
-    tokenizer_dir: Path
-    admin_token_file: Path
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise_url: str | None = None
-    state: Path | None = None
-    parser: str = "auto"
-    max_context_tokens: int | None = None
-    engine_key_file: Path | None = None
-    export: Path | None = None
-    export_form: ExportForm = ExportForm.ROWS
-    processes: int = 1
-    place: int | None = None
-
-
 async def serve_one(
     options: StandaloneOptions,
     announce: Callable[[str], None],
@@ -104,7 +78,7 @@ async def serve_one(
     """Serve until `until` returns. `announce` is called with the base URL. Raises OptionRefused, PolicyError."""
     routes = routes_of(options)
     config = GatewayConfig(
-        tokenizer_dir=options.tokenizer_dir,
+        tokenizer_dir=options.tokenizer,
         session_log_dir=options.state,
         export_dir=options.export,
         export_form=options.export_form,

@@ -22,20 +22,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Tracer, get_current_span
 
 from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.trajectories.breakdown import RENDER
-from headrace.policies.engine import (
-    MAX_GRAMMAR_CHARACTERS,
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    RequestId,
-)
+from headrace.policies.engine import MAX_GRAMMAR_CHARACTERS, Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import GrammarMissing, GrammarRefused
 from headrace.policies.tokens.pieces import BoundedCache
 from headrace.serve.gateway.capture.events import Delivered, Event, Exhausted, Failed, Recorded, Replayed, Spent
@@ -66,8 +60,6 @@ from headrace.serve.gateway.rendering.work import Renders
 from headrace.serve.tracing import span_names
 from headrace.serve.tracing.foreign_spans import AgentTrace
 from headrace.serve.tracing.tracing import context_from
-
-T = TypeVar("T")
 
 MAX_RUNNING_TURNS = 64
 MAX_KEYS = 1024

@@ -57,4 +57,3 @@ class OutputParser(Protocol):
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
         """Parse a whole output (without its stop token). Without `tools`, calls remain text. `in_reasoning` means that
         the prompt has already opened the reasoning."""
-        ...

@@ -48,7 +48,6 @@ class CallMarkup(Protocol):
     def read(self, text: str, start: int) -> ScannedCalls | None:
         """Return the calls in the markup whose opening tag is at `start`; None if it is malformed or cut off before its
         end."""
-        ...
 
 
 NOTHING = r"(?!)"

@@ -17,20 +17,19 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import orjson
 import uvloop
+from pydantic import TypeAdapter
 
 from headrace.policies.errors import PolicyError
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.sandboxes.host.child_environment import child_environment
 from headrace.serve.gateway.errors import OptionRefused, ServeError
-from headrace.serve.gateway.exports.export_form import ExportForm
 from headrace.serve.gateway.http.gateway import Gateway
-from headrace.serve.gateway.http.standalone import StandaloneOptions, serve_one
+from headrace.serve.gateway.http.options import StandaloneOptions
+from headrace.serve.gateway.http.standalone import serve_one
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ START_S: Final = 120.0
 DRAIN_S: Final = 60.0
 STOP_S: Final = 10.0
 RESTARTS_S: Final = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-_PATHS: Final = ("tokenizer_dir", "admin_token_file", "state", "engine_key_file", "export")
+_OPTIONS: Final = TypeAdapter(StandaloneOptions)
 _PROGRAM: Final = f"import sys; from {__name__} import main; main(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -124,9 +123,9 @@ class Member:
 
     async def _loaded(self) -> asyncio.subprocess.Process:
         """Start a process, and wait until it has loaded all it needs."""
-        given = asdict(self.options) | {"export_form": self.options.export_form.value}
+        given = _OPTIONS.dump_json(self.options).decode()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _PROGRAM, str(os.getpid()), json.dumps(given, default=str)),
+            *(sys.executable, "-c", _PROGRAM, str(os.getpid()), given),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(),
@@ -176,12 +175,8 @@ def main(parent_pid: int, given: str) -> None:
     """Run one process. It says on standard output that it has loaded, its URL, or an error; it reads `serve`, `drain`
     and `stop` from standard input."""
     die_with_parent(parent_pid)
-    document = json.loads(given)
-    paths = {name: Path(value) for name in _PATHS if (value := document[name]) is not None}
-    document |= paths | {"engine_urls": tuple(document["engine_urls"])}
-    options = StandaloneOptions(**document | {"export_form": ExportForm(document["export_form"])})
     try:
-        uvloop.run(_serve(options))
+        uvloop.run(_serve(_OPTIONS.validate_json(given)))
     except (ServeError, PolicyError, OSError) as error:
         _tell({"error": str(error)})
         sys.exit(1)
@@ -190,7 +185,7 @@ def main(parent_pid: int, given: str) -> None:
 async def _serve(options: StandaloneOptions) -> None:
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    load_renderer(options.tokenizer_dir)
+    load_renderer(options.tokenizer)
     _tell({"loaded": True})
     if await commands.readline() != b"serve\n":
         return

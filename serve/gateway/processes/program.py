@@ -28,9 +28,9 @@ from headrace.sandboxes.host.http_relay import relay_session
 from headrace.serve.gateway.errors import OptionRefused
 from headrace.serve.gateway.http.connections import ConnectionSettings, listen
 from headrace.serve.gateway.http.gateway import Gateway
+from headrace.serve.gateway.http.options import StandaloneOptions
 from headrace.serve.gateway.http.placement import most_processes, stable_ports
 from headrace.serve.gateway.http.standalone import (
-    StandaloneOptions,
     cannot_listen,
     context_length,
     read_admin_token,

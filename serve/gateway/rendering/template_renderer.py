@@ -37,35 +37,10 @@ class TemplateRenderer:
     def __init__(self, tokenizer: ChatTokenizer, *, token_kinds: bool = False) -> None:
         self._tokenizer = tokenizer
         self._shown = TemplateMessages(tokenizer.shape, tokenizer.control)
-        self._marks_bodies = token_kinds and all(map(self._shows_bodies, _PROBES))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.model_vocab_size
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self._tokenizer.stop_ids
-
-    @property
-    def template(self) -> str:
-        return self._tokenizer.template.source
-
-    @property
-    def bridges(self) -> bool:
-        return self._tokenizer.bridges
-
-    @property
-    def opens_reasoning(self) -> bool:
-        return self._tokenizer.opens_reasoning
-
-    @property
-    def continues(self) -> bool:
-        return self._tokenizer.continues
-
-    @property
-    def marks_bodies(self) -> bool:
-        return self._marks_bodies
+        self.vocab_size, self.stop_ids = tokenizer.model_vocab_size, tokenizer.stop_ids
+        self.template, self.bridges = tokenizer.template.source, tokenizer.bridges
+        self.opens_reasoning, self.continues = tokenizer.opens_reasoning, tokenizer.continues
+        self.marks_bodies = token_kinds and all(map(self._shows_bodies, _PROBES))
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], ending: Ending = Ending.TURN) -> TokenIds:
         try:

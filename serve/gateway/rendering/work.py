@@ -13,14 +13,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
+from headrace.policies.tokens.chat_template import Ending
 from headrace.serve.gateway.conversation import Message, ToolCall, ToolSpec
 from headrace.serve.gateway.errors import WireError
-
-if TYPE_CHECKING:
-    from headrace.policies.tokens.chat_template import Ending
-    from headrace.serve.gateway.rendering.render import Renderer, TokenIds
+from headrace.serve.gateway.rendering.render import Renderer, TokenIds
 
 TEMPLATE_CHARACTERS: Final = 32
 T = TypeVar("T")
@@ -32,15 +30,12 @@ class Renders(Protocol):
 
     async def run(self, owner: str, work: Work[T]) -> T:
         """Return the result of a work for this owner. Raises what the work raises."""
-        ...
 
     def forget(self, owner: str) -> None:
         """Forget what is known of an owner."""
-        ...
 
     async def aclose(self) -> None:
         """Stop without waiting for works in progress."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

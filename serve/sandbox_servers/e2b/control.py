@@ -9,7 +9,7 @@ import os
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote
 
 from aiohttp import web
@@ -28,12 +28,10 @@ from headrace.serve.sandbox_servers.e2b_state.bodies import (
 )
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, unsupported
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
+from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
 from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, State
-
-if TYPE_CHECKING:
-    from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
 
 R = TypeVar("R")
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from hmac import compare_digest
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -34,10 +34,8 @@ from headrace.serve.sandbox_servers.e2b.file_metadata import parse_metadata, sto
 from headrace.serve.sandbox_servers.e2b.filesystem_service import code_of
 from headrace.serve.sandbox_servers.e2b_state.entries import Account
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, Code, RpcError, rpc_error
+from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-
-if TYPE_CHECKING:
-    from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
 
 _CHUNK_BYTES: Final = 1 << 16
 _FILE_NAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"')

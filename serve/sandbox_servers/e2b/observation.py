@@ -9,12 +9,13 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 from aiohttp import web
 
 from headrace.sandboxes.base import Feature, ImageRef
 from headrace.sandboxes.errors import SandboxError, SandboxGone
+from headrace.sandboxes.local.provider import LocalProvider
 from headrace.serve.sandbox_servers.e2b.envd import Authentication
 from headrace.serve.sandbox_servers.e2b_state.bodies import Egress, NewSnapshot, read_body, timestamp, without_network
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, not_found, unsupported
@@ -25,13 +26,6 @@ from headrace.serve.sandbox_servers.e2b_state.table import SandboxSnapshot, Stat
 
 _MAX_METRICS: Final = 100
 _FAMILIES: Final = ("templates", "volumes", "volumecontent", "secrets", "teams", "nodes", "events")
-
-
-@runtime_checkable
-class DropsImages(Protocol):
-    """Provider whose snapshots can be deleted."""
-
-    async def drop_image(self, image: ImageRef) -> bool: ...
 
 
 class ObservationRoutes:
@@ -116,7 +110,7 @@ class ObservationRoutes:
         if found is None:
             raise not_found(name)
         self._sandboxes.tables.snapshots.drop(owner.name, name)
-        if isinstance(self._sandboxes.backend, DropsImages):
+        if isinstance(self._sandboxes.backend, LocalProvider):
             # An image that sandboxes use is deleted when they end.
             await self._sandboxes.backend.drop_image(ImageRef(found.image))
         return web.Response(status=204)

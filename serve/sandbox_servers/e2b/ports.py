@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import aiohttp
 from aiohttp import web
@@ -25,10 +25,8 @@ from headrace.sandboxes.errors import SandboxError, SandboxGone, SpecRefused, Un
 from headrace.sandboxes.host.http_relay import ask, forward_web_socket, forwarded, relay_session, stream_back
 from headrace.serve.sandbox_servers.e2b.envd import TOKEN_HEADER, Envd, has_secret
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, api_error, not_running
+from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-
-if TYPE_CHECKING:
-    from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes
 
 ENVD_PORT: Final = 49983
 _CONNECT_S: Final = 10.0

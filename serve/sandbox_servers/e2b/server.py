@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol, Self
 from aiohttp import web
 
 from headrace.buffer.primitives.exit_stack import AsyncExitStack
+from headrace.sandboxes.base import SandboxProvider
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 from headrace.sandboxes.images.builder import ImageBuilder
 from headrace.sandboxes.remote.tasks import ServerTasks
@@ -35,7 +36,7 @@ from headrace.serve.sandbox_servers.e2b.template_routes import TemplateRoutes
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError
 from headrace.serve.sandbox_servers.e2b_state.images import ImageMap
 from headrace.serve.sandbox_servers.e2b_state.keys import ApiKeys
-from headrace.serve.sandbox_servers.e2b_state.lifecycle import Backend, Sandboxes, recover
+from headrace.serve.sandbox_servers.e2b_state.lifecycle import Sandboxes, recover
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
 from headrace.serve.sandbox_servers.e2b_state.table import SandboxTables
@@ -79,7 +80,6 @@ class ServerPart(Protocol):
     def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> Iterable[web.RouteDef]:
         """Return the routes of this part. Resources on `stack` are closed after the tasks. Raises SpecRefused,
         SandboxError."""
-        ...
 
 
 class E2bServer:
@@ -87,7 +87,7 @@ class E2bServer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: SandboxProvider,
         settings: ServerSettings | None = None,
         parts: Sequence[ServerPart] = (),
         builder: ImageBuilder | None = None,

@@ -5,13 +5,14 @@ Invariant: every route but the upload requires a key, and shows and changes only
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.sandbox_servers.e2b.control import ENVD_VERSION
 from headrace.serve.sandbox_servers.e2b.envd import Authentication
+from headrace.serve.sandbox_servers.e2b.observation import ObservationRoutes
 from headrace.serve.sandbox_servers.e2b_state.bodies import read_body, timestamp
 from headrace.serve.sandbox_servers.e2b_state.errors import ApiError, api_error
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
@@ -24,10 +25,7 @@ from headrace.serve.sandbox_servers.e2b_state.template_bodies import (
     check_tags,
     split_name,
 )
-
-if TYPE_CHECKING:
-    from headrace.serve.sandbox_servers.e2b.observation import ObservationRoutes
-    from headrace.serve.sandbox_servers.e2b_state.templates import BuildJob, Templates
+from headrace.serve.sandbox_servers.e2b_state.templates import BuildJob, Templates
 
 _CHUNK_BYTES: Final = 1 << 18
 _MAX_LINES: Final = 100

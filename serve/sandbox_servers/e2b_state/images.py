@@ -10,12 +10,13 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Self
 
 from headrace.sandboxes.errors import CapacityExceeded, ImageUnknown, SandboxError, SpecRefused
 from headrace.sandboxes.images.catalog import NAME, NAMED, ImageCatalog, StoredImage
 from headrace.sandboxes.images.store import ImageStore, check_reference
 from headrace.sandboxes.local.images import SNAPSHOT
+from headrace.sandboxes.local.provider import LocalProvider
 
 DEFAULT_TEMPLATE: Final = "base"
 HOST: Final = "host"
@@ -103,17 +104,10 @@ LEAST_PATIENCE_S: Final = 60.0
 """Least time for which a create waits for an image that is being unpacked; a longer timeout of its own counts."""
 
 
-@runtime_checkable
-class HasImageStore(Protocol):
-    """Provider whose images are unpacked in a store of this host."""
-
-    store: ImageStore
-
-
 async def prepare_image(provider: object, image: str, patience_s: float) -> None:
     """Wait until an image is unpacked. This comes before the queue of boots: creates that wait for an image must not
     keep others from booting. Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed, ImagePending."""
-    if isinstance(provider, HasImageStore) and image != HOST and not image.startswith(SNAPSHOT):
+    if isinstance(provider, LocalProvider) and image != HOST and not image.startswith(SNAPSHOT):
         await provider.store.resolve(image, patience_s=patience_s)
 
 

@@ -26,9 +26,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hmac import compare_digest
-from typing import Final, Protocol
+from typing import Final
 
-from headrace.sandboxes.base import Feature, Guest, Sandbox, SandboxInfo, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import Feature, Guest, SandboxProvider, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError, TransientSandboxError
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.remote.tasks import ServerTasks
@@ -38,7 +38,8 @@ from headrace.serve.sandbox_servers.e2b_state.images import LEAST_PATIENCE_S, Bo
 from headrace.serve.sandbox_servers.e2b_state.keys import Owner
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits
 from headrace.serve.sandbox_servers.e2b_state.live_sandbox import LiveSandbox
-from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, SandboxTables, State, TemplateBuild
+from headrace.serve.sandbox_servers.e2b_state.table import SandboxRow, SandboxTables, State
+from headrace.serve.sandbox_servers.e2b_state.template_table import TemplateTable
 
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"
@@ -58,19 +59,6 @@ IMAGE: Final = "image:"
 """Prefix of references to images of the catalogue (sandboxes.images.catalog)."""
 
 logger = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """The interface that the server requires of a provider or pool."""
-
-    @property
-    def features(self) -> frozenset[Feature]: ...
-
-    async def create(self, spec: SandboxSpec) -> SandboxRef: ...
-
-    async def attach(self, ref: SandboxRef) -> Sandbox: ...
-
-    async def list(self) -> builtins.list[SandboxInfo]: ...
 
 
 class ExpiryClock:
@@ -103,18 +91,12 @@ class ExpiryClock:
                 continue
 
 
-class BuiltTemplates(Protocol):
-    """The templates that clients have built."""
-
-    def find_build(self, owner: str, name: str) -> TemplateBuild | None: ...
-
-
 class Sandboxes:
     """All sandboxes of one server."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: SandboxProvider,
         tables: SandboxTables,
         images: ImageMap,
         tasks: ServerTasks,
@@ -136,7 +118,7 @@ class Sandboxes:
         self._booting: dict[str, _Boot] = {}
         self.builds: Counter[str] = Counter()
         """Running builds of templates by owner, each of which counts as a sandbox."""
-        self.built: BuiltTemplates | None = None
+        self.built: TemplateTable | None = None
         """The templates that creates can name besides the image map, if this server builds any."""
         self._clock = ExpiryClock(self._on_due)
 

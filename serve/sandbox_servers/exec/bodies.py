@@ -8,8 +8,9 @@ from typing import Annotated, Any, Final, TypeVar
 
 import orjson
 from aiohttp import web
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
+from headrace.buffer.primitives.sections import Section
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, MAX_REMOTE_OUTPUT_BYTES, FrozenMount, Network
 from headrace.sandboxes.errors import SpecRefused
 from headrace.serve.sandbox_servers.e2b_state.bodies import check_environment
@@ -42,11 +43,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,255}$")]
 B = TypeVar("B", bound=BaseModel)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Create(_Body):
+class Create(Section):
     """Body of a create request: a `SandboxSpec`."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
@@ -61,7 +58,7 @@ class Create(_Body):
     mounts: Annotated[tuple[FrozenMount, ...], Field(max_length=64)] = ()
 
 
-class Exec(_Body):
+class Exec(Section):
     command: Text
     user: Text = "root"
     env: Environment = Field(default_factory=dict)
@@ -72,12 +69,12 @@ class Exec(_Body):
     exec_id: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
 
 
-class Size(_Body):
+class Size(Section):
     rows: Annotated[int, Field(gt=0, lt=1 << 16, strict=True)]
     columns: Annotated[int, Field(gt=0, lt=1 << 16, strict=True)]
 
 
-class Spawn(_Body):
+class Spawn(Section):
     """Body of a spawn request. `spawn_id` is the client's name for the process; repeating it does not start another
     process."""
 
@@ -91,7 +88,7 @@ class Spawn(_Body):
     timeout_s: Seconds | None = None
 
 
-class Stdin(_Body):
+class Stdin(Section):
     """A piece of standard input. `offset` is the number of bytes before it; bytes that have already been written are
     skipped."""
 
@@ -99,11 +96,11 @@ class Stdin(_Body):
     data: Bytes
 
 
-class Signal(_Body):
+class Signal(Section):
     number: Annotated[int, Field(gt=0, le=64, strict=True)]
 
 
-class Renew(_Body):
+class Renew(Section):
     ttl_s: Seconds
 
 

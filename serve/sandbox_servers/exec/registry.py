@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import hashlib
-import logging
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -33,8 +32,6 @@ _LABELS: Final = "exec_server."
 _OWNER, _KEY, _API = f"{_LABELS}owner", f"{_LABELS}key", f"{_LABELS}api"
 _QUOTA_RETRY_S: Final = 1.0
 HOST_IMAGE: Final = "host"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

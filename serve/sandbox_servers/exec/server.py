@@ -16,7 +16,6 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from aiohttp import web
@@ -37,6 +36,7 @@ from headrace.serve.sandbox_servers.e2b_state.keys import load_keys
 from headrace.serve.sandbox_servers.e2b_state.limits import SandboxLimits, parse_size
 from headrace.serve.sandbox_servers.exec.dropin import DropIn
 from headrace.serve.sandbox_servers.exec.evaluations import ApplyPatch
+from headrace.serve.sandbox_servers.exec.options import ServeOptions
 from headrace.serve.sandbox_servers.exec.registry import LeasedSandboxTable, SandboxRegistry
 from headrace.serve.sandbox_servers.exec.routes import ExecApi
 
@@ -77,58 +77,18 @@ class ExecPart:
         return routes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Command-line options."""
-
-    host: str
-    port: int
-    max_sandboxes: int | None = None
-    """Maximum number of sandboxes, alive or frozen; None for the provider's default."""
-    memory: str = ""
-    """Memory of a sandbox, such as 2G; empty for the provider's default, as below."""
-    disk: str = ""
-    """Size of its file layer."""
-    processes: int | None = None
-    """Maximum number of processes of one of its users."""
-    files: int | None = None
-    """Maximum number of open files of one process."""
-    image_folder: Path | None = None
-    """Folder of the image store; None for the user's own."""
-    image_map: Path | None = None
-    metadata_image_key: str = ""
-    keys: Path | None = None
-    state: Path | None = None
-    keep_sandboxes: bool = False
-    domain: str = ""
-    """Domain of the host names of ports; see `ServerSettings.domain`."""
-    sudo: bool = True
-    """Let the users of E2B sandboxes run commands as root with `sudo`."""
-    apis: str = "e2b,exec,dropin"
-    """APIs to serve, separated by commas."""
-    lease_s: float = 900.0
-    """Lease of a drop-in container, which is renewed by every heartbeat and every other request."""
-    host_urls: tuple[str, ...] = ()
-    """Other exec servers whose sandboxes are leased instead of this host's."""
-    host_key: Path | None = None
-    """File that contains the key for the servers in `host_urls`."""
-    apply_patch: ApplyPatch | None = None
-    build_network: str = "none"
-    """Network of the RUN steps of template builds: `none` or `host`."""
-
-
-def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
+def serve(options: ServeOptions, announce: Callable[[str], None], apply_patch: ApplyPatch) -> None:
     """Serve until a signal. `announce` is called with the base URL. Raises SandboxError."""
     # A running command takes three descriptors, and the usual soft limit is 1024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_serve(options, announce))
+    asyncio.run(_serve(options, announce, apply_patch))
 
 
-async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
-    apis = frozenset(name.strip() for name in options.apis.split(","))
+async def _serve(options: ServeOptions, announce: Callable[[str], None], apply_patch: ApplyPatch) -> None:
+    apis = frozenset(name.strip() for name in options.api.split(","))
     if not apis <= APIS:
-        raise SpecRefused(f"--api {options.apis}: choose from {', '.join(sorted(APIS))}")
+        raise SpecRefused(f"--api {options.api}: choose from {', '.join(sorted(APIS))}")
     if not 1 <= options.lease_s <= 24 * 3600:
         raise SpecRefused(f"--lease-s {options.lease_s}: must be from 1 to 86400 seconds")
     config = provider_config(options)
@@ -158,7 +118,7 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
             settings=settings,
             apis=apis - {E2B},
             lease_s=options.lease_s,
-            apply_patch=options.apply_patch,
+            apply_patch=apply_patch,
         )
         builder = None
         if isinstance(provider, LocalProvider):
@@ -200,8 +160,8 @@ async def _provider(options: ServeOptions, config: LocalSandboxConfig) -> AsyncI
     if options.keep_sandboxes and options.state is None:
         raise SpecRefused("--keep-sandboxes needs --state: without a table no server can find the sandboxes again")
     provider: _Provider
-    if options.host_urls:
-        provider = MultiHostProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
+    if options.host_url:
+        provider = MultiHostProvider(remote_hosts(options.host_url, options.host_key, _HOST_RETRIES))
     else:
         provider = LocalProvider(config)
     await provider.start()

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, combinations, guesses
 from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
-from headrace.policies.miniatures.fitting import cross_entropy, learning_rate_at
+from headrace.policies.miniatures.fitting import FitConfig, cross_entropy, learning_rate_at
 from headrace.policies.models.tiny import PAD, model_config, write_description
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
@@ -38,25 +38,14 @@ logger = logging.getLogger(__name__)
 DIGEST_FILE = "DIGEST"
 
 
-class WarmStartConfig(BaseModel):
-    """Settings of the training."""
+class WarmStartConfig(FitConfig):
+    """Settings of the training; `seed` is also that of the demonstrations."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    seed: int = 0
-    """Random seed for initial weights and demonstrations."""
+    steps: int = Field(default=700, ge=1)
+    """Number of updates, with those of the practice; the others are on poor demonstrations."""
     practice_steps: int = Field(default=500, ge=0)
     """Number of updates on good demonstrations. Copying is learned within 300; without it, the success rate on one kind
     of task may stay at 0."""
-    noise_steps: int = Field(default=200, ge=1)
-    """Number of updates on poor demonstrations, after the practice."""
-    batch_size: int = Field(default=64, ge=1)
-    """Number of demonstrations in one update."""
-    learning_rate: float = Field(default=2e-3, gt=0)
-    """AdamW's peak learning rate, held from the end of the warm-up to the halfway point; it then decreases linearly to
-    0."""
-    warmup_steps: int = Field(default=30, ge=1)
-    """Number of updates until the peak learning rate is reached."""
     practice_look_share: float = Field(default=0.9, ge=0, le=1)
     """Share of practice demonstrations that look first and act on the result; the others guess."""
     look_share: float = Field(default=0.28, ge=0, le=1)
@@ -70,11 +59,6 @@ class WarmStartConfig(BaseModel):
     """Share of the demonstrations looking in the right place that then act on something else."""
     max_observation_bytes: int = Field(default=48, ge=1)
     """Maximum size of a command's output, as in ShellAgentConfig."""
-
-    @property
-    def steps(self) -> int:
-        """Total number of updates."""
-        return self.practice_steps + self.noise_steps
 
 
 class NoisyDemonstrator:
@@ -196,3 +180,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     digest = warm_start(WarmStartConfig(seed=arguments.seed), arguments.out)
     logger.info("wrote %s: model.safetensors has SHA-256 %s", arguments.out, digest)
+
+
+if __name__ == "__main__":
+    main()
