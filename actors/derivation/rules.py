@@ -111,12 +111,13 @@ def _engine_count(t: Terms) -> tuple[int, str]:
 
 
 def _context(t: Terms) -> tuple[int, str]:
-    need, model = (_ON_CPU if t["engines.device"] == "cpu" else _CONTEXTS)[_program(t)], t.model
+    on_cpu, model = t["engines.device"] == "cpu", t.model
+    need = _ON_CPU[_program(t) and not _class(t)] if on_cpu else _CONTEXTS[_program(t)]
     if model is None:
         return _UNKNOWN_CONTEXT, "the model is not on this host"
     (tokens, memory), (cache, of_engines) = t.micro_batch(), t.cache()
     # An engine that holds one context could serve no second agent. `memory_problem` refuses what is below the least.
-    on = " on a CPU" if t["engines.device"] == "cpu" else ""
+    on = " on a CPU" if on_cpu else ""
     bounds: list[tuple[float, str]] = [(need, f"at most {need:,} for {t['agent.kind']}{on}")]
     bounds += [(max(1024, tokens), f"bound by {memory}"), (max(1024, cache / 2), f"bound by {of_engines}")]
     keys = ("learner.token_budget", "engines.max_context_tokens")

@@ -85,7 +85,7 @@ SMALL_QWEN3 = MODELS["Qwen3-0.6B"] | {"hidden_size": 128, "num_hidden_layers": 4
     [
         ("loop", 4096, ("agent.loop.max_turns", 4)),
         ("codex", 32_768, ("agent.program.max_turns", 64)),
-        ("parts:Mine", 32_768, ("agent.turns", 64)),
+        ("parts:Mine", 4096, ("agent.turns", 16)),
     ],
 )
 def test_a_model_with_transformers_positions_asks_a_cpu_for_no_more_than_it_can_serve(

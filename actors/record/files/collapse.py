@@ -18,7 +18,8 @@ INVALID_SHARE: Final = 0.5
 _COUNTS: Final = ("rollouts", "invalid", "groups", "flat_groups")
 ADVICE: Final = (
     "equal failures have no gradient that would pull the policy back; continue from an earlier checkpoint with a lower "
-    'learner.learning_rate, or with learner.warmup_steps, learner.entropy_coef or learner.loss_weight "constant"'
+    'learner.learning_rate, or with learner.warmup_steps, learner.entropy_coef or learner.loss_weight "constant"; '
+    "tasks that were never solved need easier ones beside them, graded rewards or a better start policy"
 )
 
 
