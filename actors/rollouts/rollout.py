@@ -33,6 +33,7 @@ from headrace.actors.rollouts.attempt_time import AttemptTime
 from headrace.actors.runtime.pools.leases import lease_attributes
 from headrace.actors.services.figures import ServiceTime, current_service_time
 from headrace.buffer.primitives.sections import Section
+from headrace.buffer.primitives.shielding import shielded
 from headrace.buffer.tasks.parts import least
 from headrace.buffer.tasks.task import Task
 from headrace.buffer.trajectories.breakdown import ATTACH, RELEASE
@@ -215,7 +216,7 @@ class RunningAttempt:
             yield ref, sandbox
         finally:
             with self.time.part(RELEASE):
-                await asyncio.shield(self.stations.release(ref.id))
+                await shielded(self.stations.release(ref.id))
 
     async def _lease(self) -> SandboxRef:
         spec = SandboxSpec(
@@ -289,11 +290,9 @@ class RunningAttempt:
                     )
                 span.set_attributes(_agent_attributes(stations.agent_name, report))
             except BaseException:
-                closing = asyncio.create_task(self._finish_session(session))
-                # A worker that ends cancels twice: then nothing awaits this task, which meets closed connections.
-                closing.add_done_callback(lambda task: task.cancelled() or task.exception())
                 with suppress(ServeError):
-                    await asyncio.shield(closing)
+                    # A worker that ends cancels twice, and closes its connections.
+                    await shielded(self._finish_session(session))
                 raise
         return report, session
 
@@ -398,16 +397,12 @@ def _session_attributes(record: SessionReport) -> dict[str, int]:
 
 def place_of(error: Exception) -> str:
     """Return where in a user's own code an error was raised, such as " (parts.py:12)"; empty for all other code."""
-    frames = [
-        (frame.f_code.co_filename, line, frame.f_globals) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    own = [
-        f" ({Path(file).name}:{line})"
-        for file, line, names in frames
-        if not file.startswith((sys.prefix, sys.base_prefix, "<"))
-        and not names.get("__name__", "").startswith("headrace.")
-    ]
-    return own[-1] if own else ""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+        if not file.startswith((sys.prefix, sys.base_prefix, "<")) and not module.startswith("headrace."):
+            place = f" ({Path(file).name}:{line})"
+    return place
 
 
 def _check_agent(report: AgentReport, record: SessionReport) -> None:

@@ -29,6 +29,7 @@ from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.tasks import is_slow, is_solved
 from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.primitives.exit_stack import ResourceOwner
+from headrace.buffer.primitives.shielding import shielded
 from headrace.buffer.primitives.timed_span import interval_clock, unix_s
 from headrace.buffer.tasks.evaluators import (
     AnswerEvaluator,
@@ -106,7 +107,7 @@ class _CleanSandboxes(ResourceOwner):
             self.judged += 1
         finally:
             with in_part(RELEASE):
-                await asyncio.shield(self._leases.release(ref.id))
+                await shielded(self._leases.release(ref.id))
 
     @asynccontextmanager
     async def live(self, ref: SandboxRef) -> AsyncIterator[Sandbox]:
