@@ -280,7 +280,7 @@ async def _drive(
     folder = directory.path / SERVICES_FOLDER
     async with running_services(config.services, folder) as urls:
         config = config.model_copy(update={"services": resolved(config.services, urls)})
-        with telling_warnings(directory.logs, quiet=quiet) as warnings:
+        with telling_warnings(directory.logs, f"headrace logs {directory.path}", quiet=quiet) as warnings:
             service = await _started_service(config, directory, runtime, interrupts, quiet=quiet)
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -394,10 +394,10 @@ async def watch(
 
 
 @contextmanager
-def telling_warnings(logs: Path, *, quiet: bool) -> Iterator[TerminalWarnings]:
+def telling_warnings(logs: Path, command: str, *, quiet: bool) -> Iterator[TerminalWarnings]:
     """Yield what actors warn of during the block, and print at its end what `watch` has not shown. `logs` is the folder
     of their logs."""
-    warnings = TerminalWarnings(logs)
+    warnings = TerminalWarnings(logs, command)
     try:
         yield warnings
     finally:

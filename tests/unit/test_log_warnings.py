@@ -102,7 +102,8 @@ class Moving:
 @pytest.mark.parametrize("is_terminal", [True, False])
 async def test_warnings_appear_above_the_panel_of_a_run(tmp_path: Path, log: LogFile, is_terminal: bool) -> None:
     warn(log, "of an earlier driver")
-    warnings, out, service = TerminalWarnings(tmp_path / "run" / "logs"), io.StringIO(), Moving()
+    warnings = TerminalWarnings(tmp_path / "run" / "logs", f"headrace logs {tmp_path / 'run'}")
+    out, service = io.StringIO(), Moving()
     console = Console(file=out, force_terminal=is_terminal, width=200, color_system=None)
     async with asyncio.timeout(GUARD_S):
         watching = asyncio.create_task(watch(service, warnings, display=ProgressDisplay(console)))

@@ -321,7 +321,7 @@ async def _drive_service(evaluation: Evaluation, config: RunConfig, *, quiet: bo
         weights=await asyncio.to_thread(_weights, evaluation),
     )
     async with AsyncExitStack() as stack:
-        warnings = stack.enter_context(telling_warnings(directory.logs, quiet=quiet))
+        warnings = stack.enter_context(telling_warnings(directory.logs, f"see {directory.logs}", quiet=quiet))
         with starting("engines, sandboxes and gateway", quiet=quiet):
             await stack.enter_async_context(service)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -82,10 +82,9 @@ class WarningLines:
 class TerminalWarnings:
     """What the actors of a run warn of from now on, for the terminal of its driver. `folder` has their logs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: str) -> None:
         self._logs = RunLogs(folder, SHOWN, from_now=True)
-        is_evaluation = (folder.parent.parent / "evaluation.json").exists()
-        self._chosen = WarningLines(f"see {folder}" if is_evaluation else f"headrace logs {folder.parent}")
+        self._chosen = WarningLines(command)
 
     def new(self) -> list[str]:
         """Return the lines to show for what was logged since the last call. Blocks."""
