@@ -28,7 +28,7 @@ EVALUATED_INTERVAL_S = 10.0
 def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -> RunConfig:
     """Return the configuration of a run of this plan in `run_dir`, with `tables` in place of the plan's. Raises
     ConfigError."""
-    dispatcher = plan.dispatcher_config()
+    dispatcher, sandbox = plan.dispatcher_config(), plan.sandbox_section()
     # All rollouts in flight have sandboxes, because `SimulationPlan.sandbox_section` allows twice the slots.
     evaluation_slots = max(1, min(dispatcher.evaluation_slots, plan.slots - plan.workers))
     heldout = plan.heldout if plan.evaluate_every else 1
@@ -37,7 +37,7 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
         "tasks": {"train_count": plan.tasks, "heldout_count": heldout, "evaluate_s": plan.evaluate_s},
         "rollout": plan.rollout_config().model_dump(),
         "dispatcher": dispatcher.model_dump() | {"evaluation_slots": evaluation_slots},
-        "sandbox": plan.sandbox_section().model_dump(),
+        "sandbox": sandbox.model_dump(),
         "buffer": plan.buffer_config().model_dump(),
         "engines": {"backend": "simulated", "simulated": plan.engines_config().model_dump()},
         "learner": {"kind": "simulated", "simulated": plan.learner_config().model_dump()},
@@ -47,7 +47,7 @@ def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -
     }
     config = resolve(document | tables, Path("the plan"), run_dir)
     # The pool of a plan also sets what a recipe has no keys for, such as its concurrent kills.
-    return config.model_copy(update={"sandbox": plan.sandbox_section()})
+    return config if "sandbox" in tables else config.model_copy(update={"sandbox": sandbox})
 
 
 @asynccontextmanager
