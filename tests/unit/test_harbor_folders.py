@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from headrace.buffer.tasks.datasets.converters import SettingsRefused, convert
-from headrace.buffer.tasks.datasets.harbor import HarborSettings, read_dockerfile, read_folders, read_solution, task_of
+from headrace.buffer.tasks.datasets.harbor import (
+    HarborSettings,
+    read_dockerfile,
+    read_folders,
+    read_solution,
+    task_folders,
+    task_of,
+)
 from headrace.buffer.tasks.datasets.rows import RowRefused
 from headrace.buffer.tasks.evaluators import VerifierEvaluator
 from headrace.buffer.tasks.parts import EnvironmentSpec
@@ -68,6 +75,16 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert task.environment == EnvironmentSpec(kind="terminal", given={"workdir": "/app"})
     assert dict(task.limits.items()) == {"agent_s": 300.0, "cpus": 2, "memory_mb": 2048, "disk_mb": 4096}
     assert "wc -l" not in str(task)
+
+
+def test_tasks_are_found_in_groups_but_not_in_hidden_folders(tmp_path: Path) -> None:
+    shown = [make(tmp_path / "tasks" / group / "count") for group in ("files", "logs")]
+    make(tmp_path / ".old" / "count")
+    make(tmp_path / "tasks" / ".old" / "count")
+    (tmp_path / "hooks").mkdir()
+    assert task_folders(tmp_path) == shown
+    assert task_folders(shown[0]) == [shown[0]]
+    assert task_folders(tmp_path / "tasks" / "files") == [shown[0]]
 
 
 def test_a_solution_is_a_whole_folder_with_its_variables(tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ def task_folders(source: Path) -> list[Path]:
     folders = sorted(path for path in source.iterdir() if path.is_dir() and not path.name.startswith("."))
     if any((path / "task.toml").exists() for path in folders):
         return folders
-    return sorted(path.parent for folder in folders for path in folder.rglob("task.toml")) or folders
+    deeper = (path.parent for folder in folders for path in folder.rglob("task.toml"))
+    shown = (path for path in deeper if not any(name.startswith(".") for name in path.relative_to(source).parts))
+    return sorted(shown) or folders
 
 
 def built_image(folder: Path) -> str | None:
