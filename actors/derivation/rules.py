@@ -142,6 +142,9 @@ def _turns(tokens: int, least: int, most: int) -> Rule:
     return lambda t: max(least, min(most, t["sampling.max_context_tokens"] // tokens))
 
 
+_few_turns, _many_turns = _turns(1024, 4, 16), _turns(512, 16, 200)
+
+
 def _output(t: Terms) -> int:
     return max(48, int(t["sampling.max_context_tokens"]) // 4)
 
@@ -208,20 +211,23 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     ),
     "sampling.max_context_tokens": (
         _real(_context),
-        "the model's, bound by memory; for programs at most 98,304 (slime; CPU 32,768), else 32,768 (swe-rl; 4,096)",
+        (
+            "the model's, as far as memory allows; at most 98,304 for programs and classes (slime's coding agents), "
+            "32,768 for others (swe-rl); with engines on a CPU at most 32,768 for programs, 4,096 for others"
+        ),
     ),
     "sampling.max_tokens_per_turn": (
         _real(lambda t: max(16, t["sampling.max_context_tokens"] // 8)),
         "an eighth of the context, as in Echo and Endless Terminals",
     ),
     "engines.max_running": (_running, "64; of the embedded engine as many contexts as fit in memory"),
-    "agent.loop.max_turns": (_of("loop", _turns(1024, 4, 16)), _SHORT),
-    "agent.shell.max_turns": (_of("shell", _turns(1024, 4, 16)), _SHORT),
+    "agent.loop.max_turns": (_of("loop", _few_turns), _SHORT),
+    "agent.shell.max_turns": (_of("shell", _few_turns), _SHORT),
     "agent.program.max_turns": (
-        lambda t: _turns(512, 16, 200)(t) if _program(t) and not _class(t) else None,
+        lambda t: _many_turns(t) if _program(t) and not _class(t) else None,
         _LONG,
     ),
-    "agent.turns": (lambda t: _turns(512, 16, 200)(t) if _class(t) else None, _LONG),
+    "agent.turns": (lambda t: _many_turns(t) if _class(t) else None, _LONG),
     "agent.shell.max_observation_bytes": (_of("shell", _output), _QUARTER),
     "environment.shell.max_output_bytes": (_of("loop", _output, "shell"), _QUARTER),
     "environment.terminal.max_output_characters": (_of("loop", _output, "terminal"), _QUARTER),
