@@ -26,7 +26,6 @@ _MISSING: Final = {
     "tokenizer_config.json": "copy it from the model's page; it names the tokens that end a turn",
 }
 _LFS: Final = b"version https://git-lfs"
-_LFS_BYTES: Final = 1024
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -61,13 +60,18 @@ def read_shapes(model_dir: Path) -> Shapes:
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             reason = f"not a readable safetensors file: {error}"
-            if path.stat().st_size < _LFS_BYTES and path.read_bytes().startswith(_LFS):
+            if isinstance(error, SafetensorError) and _is_pointer(path):
                 reason = "a pointer of Git LFS, not the weights; run `git lfs pull` in its folder"
             raise ModelInvalid(f"{path}: {reason}") from error
         if twice := sorted(found.keys() & shapes.keys()):
             raise ModelInvalid(f"{path}: {twice[0]} is in another weight file of the model too")
         shapes |= found
     return shapes
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_LFS)) == _LFS
 
 
 def check_model_files(model_dir: Path, *, weights: bool = True) -> None:
