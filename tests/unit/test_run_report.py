@@ -105,6 +105,36 @@ def test_the_report_names_an_unbounded_service_holding_nearly_all_rollouts(tmp_p
     assert told_of(tmp_path / "old", metrics=old).held_up_by is None
 
 
+def evaluation(tag: str, success: float, mean_reward: float) -> dict:
+    return {
+        "kind": "evaluation",
+        "tag": tag,
+        "success": success,
+        "mean_reward": mean_reward,
+        "answers": 8,
+        "infra": 0,
+        "time_s": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ((0.25, 0.75), "held-out success 25.0% -> 75.0%   (8 sampled answers)"),
+        ((0.4, 0.85), "held-out success 25.0% -> 75.0%, reward 0.400 -> 0.850   (8 sampled answers)"),
+    ],
+)
+def test_the_summary_shows_graded_rewards_beside_success(
+    tmp_path: Path, rewards: tuple[float, float], line: str
+) -> None:
+    told_of(tmp_path / "run", metrics=(evaluation("base", 0.25, rewards[0]), evaluation("final", 0.75, rewards[1])))
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.append_session(0.0, 1.0)
+    summary = summarize(directory, completed=True)
+    assert summary.lines()[0] == line
+    assert (summary.base_reward, summary.final_reward) == rewards
+
+
 def test_the_report_names_a_service_that_blocks_with_its_share_of_the_time(tmp_path: Path) -> None:
     """F14: the time share of each service, and the one that holds the run up."""
     record = stations(10.0, 64.0) | {"in_flight": 64.0}
