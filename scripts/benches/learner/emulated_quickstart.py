@@ -54,6 +54,7 @@ from headrace.policies.tokens.tokenizer import ChatTokenizer
 STALENESS: Final = (0.40, 0.53, 0.07)
 """Shares of the rollouts of a batch that are 0, 1 and 2 updates old, as measured in quickstarts on an idle machine."""
 NOBODY: Final = 65534
+_AS_NOBODY: Final = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 _ENDS: Final = re.compile(ENDS_WITH_EXIT)
 
 
@@ -95,22 +96,19 @@ class EmulatedShell:
         try:
             for name, text in files.items():
                 (folder / name).write_text(text)
-            nobody = NOBODY if os.geteuid() == 0 else None
-            if nobody is not None:
+            if is_root := os.geteuid() == 0:
                 for path in (folder, *folder.iterdir()):
                     os.chown(path, NOBODY, NOBODY)
             try:
                 done = subprocess.run(
-                    ("bash", "-c", command),
+                    # Python's `user` would copy the page tables of this process: 70 ms a command instead of 15.
+                    (*(_AS_NOBODY if is_root else ()), "bash", "-c", command),
                     cwd=folder,
                     env={"PATH": "/usr/bin:/bin"},
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=self._timeout_s,
                     check=False,
-                    user=nobody,
-                    group=nobody,
-                    extra_groups=None if nobody is None else (),
                 )
                 output = shortened(done.stdout + done.stderr, self._bytes, OutputForm.HEAD)
             except (subprocess.TimeoutExpired, ValueError):
