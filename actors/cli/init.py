@@ -68,12 +68,6 @@ def init(
         raise
     say(*(one.line for one in checked.derived))
     say(f"{checked.tasks[0]} training tasks, {checked.tasks[1]} held-out tasks")
-    learner = checked.config.learner
-    if learner.kind == "slime" and not learner.slime.arguments:
-        say(
-            "learner.slime.arguments is empty: slime needs the flags of the model's architecture, which are in its "
-            "scripts/models (guide 'Recipes of published systems')"
-        )
     for reason in checked.absent:
         say(f"not on this machine: {reason}")
     say(f"{recipe} is valid; start it with: {command}")

@@ -29,6 +29,7 @@ from headrace.buffer.primitives.registry import PartRefused
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed, LearnerSettingsInvalid
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.objectives import registry
+from headrace.policies.learners.slime.arguments import user_words
 from headrace.policies.learners.slime.checkout import find_checkouts
 from headrace.policies.miniatures.names import name_of
 from headrace.policies.models.facts import ModelFacts
@@ -152,9 +153,11 @@ def check_objective(learner: LearnerConfig) -> None:
 
 
 def check_slime(learner: LearnerConfig) -> None:
-    """Raise ConfigError if slime or Megatron-LM is missing, or differs from what headrace uses of it."""
+    """Raise ConfigError if slime or Megatron-LM is missing or differs from what headrace uses of it, or the flags of
+    the architecture describe another model."""
     try:
-        find_checkouts(learner.slime)
+        slime, _ = find_checkouts(learner.slime)
+        user_words(learner, slime.root)
     except LearnerSettingsInvalid as error:
         raise ConfigError(str(error)) from error
 

@@ -377,6 +377,7 @@ def slime_terms(config: RunConfig) -> slime.SlimeTerms:
         batch_size=config.buffer.batch_size,
         temperature=config.sampling.temperature,
         steps=config.training.steps,
+        node_label=None if config.cluster.is_local else config.cluster.roles.learner,
     )
 
 

@@ -33,7 +33,7 @@ from headrace.policies.learners.config import row_limits, trained_as
 from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
-from headrace.policies.learners.slime.arguments import SlimeTerms, parse
+from headrace.policies.learners.slime.arguments import SlimeTerms
 
 if TYPE_CHECKING:
     from headrace.actors.training.slime_rank import SlimeRankStep
@@ -65,22 +65,18 @@ class SlimeTrainer:
         self.progress = LearnerProgress(resume, epoch=epoch, max_skipped_in_a_row=self._config.max_skipped_in_a_row)
         if resume is not None:
             refuse_mismatch(Path(resume.path), trained_as(self._config))
-        slime, megatron = checkout.find_checkouts(terms.learner.slime)
-        checkout.make_importable(slime, megatron)
+        checkout.make_importable(*checkout.find_checkouts(terms.learner.slime))
         limits = row_limits(self._config)
         assert limits is not None
         self._limits = limits
         load = self._config.model_dir if resume is None else Path(resume.path) / SLIME_STATE
         if not load.is_dir():
             raise CheckpointUnreadable(f"{load} does not exist: the checkpoint was not written by the slime learner")
-        self._args = parse(terms, load=load, checkout=str(slime))
         self._scheduled = 0
         self._parallel: dict[str, int] = {}
         self._last_report: StepReport | None = None
         self._last_snapshot: WeightsSnapshot | None = None
-        from headrace.actors.training.slime_group import SlimeGroup
-
-        self.group: SlimeGroup = SlimeGroup(self._args)
+        self.group = SlimeGroup(terms, load)
         try:
             self._check_restored()
             for folder in (self._config.snapshot_dir, self._config.checkpoint_dir):
@@ -95,7 +91,7 @@ class SlimeTrainer:
             self.progress.stop_when_diverged()
             return self._last_report
         started = time.perf_counter()
-        data = batches.scheduled_data(batch, self._limits, args=self._args, parallel=self._parallel)
+        data = batches.scheduled_data(batch, self._limits, args=self.group.args, parallel=self._parallel)
         results = self.group.train(self.progress.version.step, data)
         [scheduled] = {result.scheduled for result in results}
         # slime's scheduler counts rollouts, and moves only with the optimizer.

@@ -30,6 +30,7 @@ from pydantic import Field
 
 from headrace.buffer.primitives.sections import Section
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
+from headrace.policies.processes.nccl import nccl_environment
 from headrace.policies.processes.parent_death import die_with_parent
 from headrace.policies.tensors import Bucket
 from headrace.sandboxes.host.child_environment import child_environment
@@ -120,7 +121,7 @@ class SenderProcess:
             self.config.log_path.parent.mkdir(parents=True, exist_ok=True)
             log = self.config.log_path.open("ab")
         pipe = asyncio.subprocess.PIPE
-        environment = child_environment(OMP_NUM_THREADS="1")
+        environment = child_environment(OMP_NUM_THREADS="1", **nccl_environment())
         if self.config.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.config.devices)
         try:

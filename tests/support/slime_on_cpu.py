@@ -4,6 +4,8 @@ Invariants:
 - No replacement computes anything that a test judges: loss, gradients, optimizer, schedule, weights and files come from
   slime's, Megatron's and headrace's own code.
 - A replacement raises `Unexpected` when it is used in any other way than the one in its comment.
+- Where the product gave a process no GPU, replacements of CUDA raise what CUDA raises there. None of them sets an
+  environment variable or an argument that the product must set.
 - What slime and Megatron offer as extension points is not replaced: the accelerator is registered with
   `register_accelerator`, and attention and layer names come from `--spec` (see `support.slime_cpu_layers`).
 
@@ -47,8 +49,6 @@ def install() -> None:
     """Replace what is missing. Call it in the thread that trains: the function mode belongs to one thread."""
     # Megatron compiles small functions with torch.compile, which needs a C++ compiler and tens of seconds.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Megatron asserts that this is set; it orders CUDA kernels.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
     import torch._dynamo  # before the stand-in of triton, so that torch does not find that one
 
@@ -173,6 +173,14 @@ class _Stream:
         """Return: nothing runs asynchronously."""
 
 
+def _need_gpu() -> None:
+    """Raise torch's error for a process without a GPU. Ray names the GPU of a task or actor in CUDA_VISIBLE_DEVICES; it
+    leaves the choice to slime's ranks, which ask for that."""
+    noset = os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES")
+    if not os.environ.get("CUDA_VISIBLE_DEVICES") and not noset:
+        raise RuntimeError("No CUDA GPUs are available")
+
+
 def _replace_cuda(torch: Any) -> None:
     cpu = torch.device("cpu")
 
@@ -183,6 +191,7 @@ def _replace_cuda(torch: Any) -> None:
         def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             if str(kwargs.get("device", "")).startswith("cuda"):
+                _need_gpu()
                 kwargs["device"] = cpu
             kwargs.pop("pin_memory", None)
             value = function(*args, **kwargs)
@@ -192,15 +201,16 @@ def _replace_cuda(torch: Any) -> None:
 
     def only(*allowed: object) -> Callable[..., None]:
         def check(*args: object) -> None:
+            _need_gpu()
             if any(argument not in allowed for argument in args):
                 _refuse(f"torch.cuda, for device {args}")
 
         return check
 
-    here = only(None, 0, "cpu", cpu)
+    here = only(None, 0, "cpu", cpu, torch.device("cuda", 0))
     cuda = torch.cuda
     # The device of Megatron's buffers and of its rotary frequencies.
-    cuda.current_device = lambda: cpu
+    cuda.current_device = lambda: (here(), cpu)[1]
     # torch_dist checkpoints and slime's memory figures wait for the device.
     cuda.synchronize = lambda *args: here(*args)
     # Megatron reads the memory to size its buckets, and the generation to choose kernels, none of which runs.
@@ -208,7 +218,7 @@ def _replace_cuda(torch: Any) -> None:
     cuda.get_device_properties = lambda *args: (here(*args), properties)[1]
     cuda.get_device_capability = lambda *args: (here(*args), (9, 0))[1]
     # Copies of weights to the host and of checkpoints run on streams of their own.
-    cuda.Stream = lambda *args, **kwargs: _Stream()
+    cuda.Stream = lambda *args, **kwargs: (here(), _Stream())[1]
     cuda.stream = lambda stream: nullcontext()
     cuda.current_stream = lambda *args: (here(*args), _Stream())[1]
     cuda.empty_cache = lambda: None

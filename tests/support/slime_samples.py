@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.buffer.trajectories.types import Batch
@@ -14,8 +15,9 @@ def both(batch: Batch, terms: SlimeTerms, layouts: list[dict[str, int]]) -> list
     from headrace.policies.learners.slime import batches, checkout
     from headrace.policies.learners.slime.arguments import parse
 
-    checkout.make_importable(*checkout.find_checkouts(terms.learner.slime))
-    args = parse(terms, load=terms.learner.model_dir, checkout="slime")
+    slime, megatron = checkout.find_checkouts(terms.learner.slime)
+    checkout.make_importable(slime, megatron)
+    args = parse(terms, load=terms.learner.model_dir, slime=slime)
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
 
     limits = row_limits(terms.learner)
@@ -60,11 +62,29 @@ def of_rollout_manager(batch: Batch, args: Any, layout: dict[str, int]) -> list[
     return [ray.get(box.inner) for box in boxes]
 
 
-def flags_of_slime(terms: SlimeTerms) -> list[str]:
-    """Return the names of all flags of slime's parser."""
-    from headrace.policies.learners.slime import arguments, checkout
-    from headrace.policies.learners.slime.arguments import known_flags, run_parser
+def parsed_here(terms: SlimeTerms, names: Sequence[str]) -> list[Any]:
+    """Return some of slime's arguments, parsed as the learner parses them."""
+    from headrace.actors.training.slime_group import parse_here
 
-    checkout.make_importable(*checkout.find_checkouts(terms.learner.slime))
-    words = arguments.command_line(terms, load=terms.learner.model_dir)
-    return known_flags(run_parser(words, checkout="slime")[1])
+    args = parse_here(terms, terms.learner.model_dir)
+    return [getattr(args, name) for name in names]
+
+
+def options_of_slime(terms: SlimeTerms) -> dict[str, dict[str, Any]]:
+    """Return all flags of slime's parser: how many values each takes, of what type, and which are allowed."""
+    from headrace.policies.learners.slime import arguments, checkout
+
+    slime, megatron = checkout.find_checkouts(terms.learner.slime)
+    checkout.make_importable(slime, megatron)
+    load = terms.learner.model_dir
+    words = arguments.command_line(terms, load=load, slime_root=slime.root)
+    parser = arguments.run_parser(words, arguments.flags(terms, load=load), checkout="slime")[1]
+    return {
+        name: {
+            "values": 1 if action.nargs is None else action.nargs,
+            "type": getattr(action.type, "__name__", "str"),
+            **({"choices": list(map(str, action.choices))} if action.choices else {}),
+        }
+        for action in parser._actions
+        for name in action.option_strings
+    }

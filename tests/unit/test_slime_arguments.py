@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,14 @@ def terms(*, batch_size: int = 8, temperature: float = 0.7, steps: int = 40, **l
     return arguments.SlimeTerms(learner=config, batch_size=batch_size, temperature=temperature, steps=steps)
 
 
-def values(words: tuple[str, ...]) -> dict[str, str]:
-    """The value of each flag, "" for a switch."""
-    found: dict[str, str] = {}
-    for word, following in zip(words, (*words[1:], "--"), strict=True):
-        if word.startswith("--"):
-            found[word] = "" if following.startswith("--") else following
-    return found
+def values(given: arguments.SlimeTerms) -> dict[str, str]:
+    """The value of each flag that headrace sets, "" for a switch."""
+    return {flag.name: " ".join(flag.values) for flag in arguments.flags(given, load=MODEL)}
 
 
 def test_the_recipe_decides_batch_temperature_clip_and_rate() -> None:
     given = terms(eps_low=0.1, eps_high=0.3, learning_rate=1e-6, weight_decay=0.01, objective="gspo")
-    line = values(arguments.command_line(given, load=MODEL))
+    line = values(given)
     assert {line[flag] for flag in ("--global-batch-size", "--rollout-batch-size")} == {"8"}
     assert line["--n-samples-per-prompt"] == "1"
     assert line["--rollout-temperature"] == "0.7"
@@ -44,14 +41,14 @@ def test_the_recipe_decides_batch_temperature_clip_and_rate() -> None:
     assert (line["--lr"], line["--weight-decay"]) == ("1e-06", "0.01")
     assert line["--advantage-estimator"] == "gspo"
     assert "--eps-clip-c" not in line
-    assert values(arguments.command_line(terms(dual_clip=3.0), load=MODEL))["--eps-clip-c"] == "3.0"
+    assert values(terms(dual_clip=3.0))["--eps-clip-c"] == "3.0"
     switches = {"--use-rollout-logprobs", "--debug-train-only", "--disable-rewards-normalization"}
     assert {flag for flag in switches if line[flag] == ""} == switches
 
 
 @pytest.mark.parametrize(("warmup", "rates"), [(0, [1.0, 1.0]), (1, [1.0, 1.0]), (4, [0.25, 0.5, 0.75, 1.0, 1.0])])
 def test_the_warm_up_gives_the_same_rates_as_the_megatron_learner(warmup: int, rates: list[float]) -> None:
-    line = values(arguments.command_line(terms(learning_rate=1.0, warmup_steps=warmup), load=MODEL))
+    line = values(terms(learning_rate=1.0, warmup_steps=warmup))
     start, updates = float(line["--lr-warmup-init"]), int(line["--lr-warmup-iters"])
 
     def rate(update: int) -> float:
@@ -66,7 +63,7 @@ def test_the_warm_up_gives_the_same_rates_as_the_megatron_learner(warmup: int, r
 
 def test_a_micro_batch_is_divided_among_the_gpus_that_share_a_row() -> None:
     given = terms(token_budget=1000, slime={"context_parallel": 8, "gpus_per_node": 8})
-    assert values(arguments.command_line(given, load=MODEL))["--max-tokens-per-gpu"] == "125"
+    assert values(given)["--max-tokens-per-gpu"] == "125"
 
 
 @pytest.mark.parametrize(
@@ -85,9 +82,7 @@ def test_a_micro_batch_is_divided_among_the_gpus_that_share_a_row() -> None:
 )
 def test_flags_that_contradict_the_recipe_are_refused_by_name(words: tuple[str, ...], problem: str) -> None:
     given = terms(slime={"arguments": ("--swiglu", *words)})
-    with pytest.raises(LearnerSettingsInvalid, match=problem):
-        arguments.command_line(given, load=MODEL)
-    assert arguments.problem(given) is not None
+    assert re.search(problem, arguments.problem(given) or "")
 
 
 def test_every_flag_of_ours_is_refused_from_a_user() -> None:
@@ -149,3 +144,24 @@ def test_values_that_slime_changes_while_parsing_are_refused() -> None:
     arguments.check_parsed(argparse.Namespace(lr=0.5), parser, ours)
     with pytest.raises(LearnerSettingsInvalid, match=r"slime uses lr = 0.1, but learner.learning_rate decides 0.5"):
         arguments.check_parsed(argparse.Namespace(lr=0.1), parser, ours)
+
+
+def test_training_processes_have_what_megatron_and_sglang_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    for name in own:
+        monkeypatch.delenv(name, raising=False)
+    assert own.items() <= arguments.environment(terms().learner.slime).items()
+    # The learner's node wins over the default, and the recipe over both.
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    section = terms(slime={"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}).learner.slime
+    found = arguments.environment(section)
+    assert (found["NCCL_NVLS_ENABLE"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("1", "32")
+    assert json.loads(values(terms())["--train-env-vars"])["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+@pytest.mark.parametrize("name", ["../../models/x", "/x", ".hidden", "a b", "$(x)"])
+def test_a_model_names_no_other_file(name: str) -> None:
+    """Bash reads it, as Ray's user."""
+    with pytest.raises(ValueError, match="should match pattern"):
+        terms(slime={"model": name})

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import linecache
 import logging
 import os
+import re
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from headrace.policies.errors import LearnerSettingsInvalid
+from headrace.policies.learners.slime import architectures
+from headrace.policies.processes.nccl import nccl_environment
 
 if TYPE_CHECKING:
     from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.slime.checkout import Checkout
+    from headrace.policies.learners.slime_config import SlimeSection
 
 OBJECTIVES: Final = ("grpo", "gspo", "cispo")
 """Objectives of ours that slime's `--advantage-estimator` computes in the same way."""
@@ -95,6 +102,9 @@ REFUSED: Final = {
 }
 """Flags that contradict a recipe although headrace does not set them, with the reason."""
 
+ORDERED_KERNELS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Variable that Megatron demands to be 1 for tensor and context parallel sizes above 1, on GPUs before Blackwell."""
+
 PARSED_EARLY: Final = frozenset({"--train-backend", "--debug-train-only"})
 """Flags that slime's main parser does not know, because it reads them before."""
 
@@ -124,6 +134,8 @@ class SlimeTerms:
     """sampling.temperature."""
     steps: int
     """training.steps."""
+    node_label: str | None = None
+    """Role of the nodes with the GPUs that train (cluster.roles.learner); None on a local Ray."""
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -156,7 +168,7 @@ def problem(terms: SlimeTerms) -> str | None:
             "could have nothing to train; raise the batch or the parallel sizes"
         )
     try:
-        command_line(terms, load=learner.model_dir)
+        refuse_contradictions(learner.slime.arguments, flags(terms, load=learner.model_dir))
     except LearnerSettingsInvalid as error:
         return str(error)
     return None
@@ -167,12 +179,18 @@ def flags(terms: SlimeTerms, *, load: Path) -> tuple[Flag, ...]:
     return (*_layout(terms), *_model(terms, load), *_objective(terms), *_optimizer(terms))
 
 
+def environment(section: SlimeSection) -> dict[str, str]:
+    """Return the environment variables of the parser and of the training processes."""
+    # They import slime, Megatron and this package, wherever those are.
+    paths = (section.slime_dir, section.megatron_dir, os.environ.get("PYTHONPATH"))
+    imported = {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
+    ordered = {ORDERED_KERNELS: os.environ.get(ORDERED_KERNELS, "1")}
+    return nccl_environment() | ordered | section.environment | imported
+
+
 def _layout(terms: SlimeTerms) -> tuple[Flag, ...]:
     section = terms.learner.slime
-    timeout, environment = str(section.timeout_minutes), dict(section.environment)
-    # Training processes import slime, Megatron and this package, wherever those are.
-    paths = (section.slime_dir, section.megatron_dir, os.environ.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
+    timeout, variables = str(section.timeout_minutes), json.dumps(environment(section))
     return (
         Flag(name="--train-backend", values=("megatron",), decided_by='learner.kind = "slime"'),
         Flag(name="--debug-train-only", decided_by=_ENGINES),
@@ -195,7 +213,7 @@ def _layout(terms: SlimeTerms) -> tuple[Flag, ...]:
             decided_by="learner.slime.context_parallel",
         ),
         Flag(name="--distributed-timeout-minutes", values=(timeout,), decided_by="learner.slime.timeout_minutes"),
-        Flag(name="--train-env-vars", values=(json.dumps(environment),), decided_by="learner.slime.environment"),
+        Flag(name="--train-env-vars", values=(variables,), decided_by="learner.slime.environment"),
     )
 
 
@@ -277,11 +295,40 @@ def _optimizer(terms: SlimeTerms) -> tuple[Flag, ...]:
     )
 
 
-def command_line(terms: SlimeTerms, *, load: Path) -> tuple[str, ...]:
-    """Return slime's arguments: the user's, then ours. Raises LearnerSettingsInvalid."""
+def command_line(terms: SlimeTerms, *, load: Path, slime_root: Path) -> tuple[str, ...]:
+    """Return slime's arguments: the model's, the user's, then ours. Raises LearnerSettingsInvalid."""
     ours = flags(terms, load=load)
-    refuse_contradictions(terms.learner.slime.arguments, ours)
-    return (*terms.learner.slime.arguments, *(word for flag in ours for word in flag.words))
+    users = user_words(terms.learner, slime_root)
+    refuse_contradictions(users, ours)
+    return (*users, *(word for flag in ours for word in flag.words))
+
+
+def user_words(learner: LearnerConfig, slime_root: Path) -> tuple[str, ...]:
+    """Return the flags of learner.slime.model, by default the one whose flags agree with the model's config.json, and
+    those of learner.slime.arguments. Raises LearnerSettingsInvalid if they describe another model than that file."""
+    section, config = learner.slime, learner.model_dir / "config.json"
+    name, has_sizes = section.model, "--num-layers" in flag_names(section.arguments)
+    if name is None and not has_sizes:
+        fitting = architectures.fitting(config, slime_root)
+        if len(fitting) != 1:
+            raise LearnerSettingsInvalid(
+                "learner.slime.model is not set, and slime needs the flags of the model's architecture: "
+                + _advice(fitting, config, slime_root)
+            )
+        [name] = fitting
+    words = (*(architectures.architecture(name, slime_root) if name is not None else ()), *section.arguments)
+    if different := architectures.differences(words, config):
+        raise LearnerSettingsInvalid(
+            f"learner.slime.{'arguments' if has_sizes else 'model'}: {config} differs: {'; '.join(different)}; "
+            + _advice(architectures.fitting(config, slime_root), config, slime_root)
+        )
+    return words
+
+
+def _advice(fitting: Sequence[str], config: Path, slime_root: Path) -> str:
+    if fitting:
+        return f"set learner.slime.model to {' or '.join(fitting)}, whose flags agree with {config}"
+    return f"no file of {slime_root / architectures.SCRIPTS} agrees with {config}; give them in learner.slime.arguments"
 
 
 def refuse_contradictions(arguments: Sequence[str], ours: Sequence[Flag]) -> None:
@@ -309,7 +356,11 @@ def refuse_unknown(words: Sequence[str], known: Sequence[str], *, checkout: str)
     for name in flag_names(words):
         if name not in known and name not in PARSED_EARLY:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "remove it, or use the checkout that headrace is written for"
+            hint = (
+                f"did you mean {near[0]}?"
+                if near
+                else "remove it, or use the checkout that headrace is written for, with slime's patch (docker/patch)"
+            )
             raise LearnerSettingsInvalid(f"{checkout} has no flag {name}: {hint}")
 
 
@@ -330,18 +381,21 @@ def check_parsed(parsed: Namespace, parser: ArgumentParser, ours: Sequence[Flag]
             )
 
 
-def parse(terms: SlimeTerms, *, load: Path, checkout: str) -> Namespace:
-    """Return slime's arguments for the recipe, with `load` as for `flags`. Imports slime and Megatron, which
-    must be importable, and reads the model's config. Raises LearnerSettingsInvalid."""
-    words = command_line(terms, load=load)
-    parsed, parser = run_parser(words, checkout=checkout)
-    refuse_unknown(words, known_flags(parser), checkout=checkout)
-    check_parsed(parsed, parser, flags(terms, load=load))
+def parse(terms: SlimeTerms, *, load: Path, slime: Checkout) -> Namespace:
+    """Return slime's arguments for the recipe, with `load` as for `flags`. Imports slime and Megatron, which must be
+    importable, reads the model's config, and needs a GPU, whose generation Megatron asks for. Raises
+    LearnerSettingsInvalid."""
+    words = command_line(terms, load=load, slime_root=slime.root)
+    ours = flags(terms, load=load)
+    parsed, parser = run_parser(words, ours, checkout=str(slime))
+    refuse_unknown(words, known_flags(parser), checkout=str(slime))
+    check_parsed(parsed, parser, ours)
     return parsed
 
 
-def run_parser(words: Sequence[str], *, checkout: str) -> tuple[Namespace, ArgumentParser]:
-    """Return slime's arguments for a command line, and its main parser. Raises LearnerSettingsInvalid."""
+def run_parser(words: Sequence[str], ours: Sequence[Flag], *, checkout: str) -> tuple[Namespace, ArgumentParser]:
+    """Return slime's arguments for a command line, and its main parser. Raises LearnerSettingsInvalid for every error
+    of slime or Megatron, with the flags of the line that it speaks of."""
     from slime.utils.arguments import parse_args
 
     parsers: list[ArgumentParser] = []
@@ -354,9 +408,27 @@ def run_parser(words: Sequence[str], *, checkout: str) -> tuple[Namespace, Argum
     try:
         with _command_line(words), _log_handlers():
             parsed: Namespace = parse_args(keep)
-    except (AssertionError, ValueError, OSError) as error:
-        raise LearnerSettingsInvalid(f"{checkout} refuses learner.slime: {error}") from error
+    except LearnerSettingsInvalid:
+        raise
+    except Exception as error:
+        text, named = _told(error, words, ours)
+        raise LearnerSettingsInvalid(f"{checkout} refuses learner.slime: {text}{named}") from error
     return parsed, parsers[0]
+
+
+def _told(error: Exception, words: Sequence[str], ours: Sequence[Flag]) -> tuple[str, str]:
+    """Return an error of the parser on one line, and the flags of the command line that it speaks of.
+
+    Most of Megatron's checks are bare assertions: the line of source is all they say."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    source = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    text = " ".join(str(error).split()) or source
+    decided = {flag.name: flag.decided_by for flag in ours}
+    spoken = set(re.findall(r"[a-z0-9_]{3,}", f"{text} {source}".replace("-", "_")))
+    about = dict.fromkeys(name for name in flag_names(words) if name[2:].replace("-", "_") in spoken)
+    named = ", ".join(f"{name} ({decided.get(name, 'of the model or learner.slime.arguments')})" for name in about)
+    return f"{type(error).__name__}: {text} ({place})", f"; it speaks of {named}" if named else ""
 
 
 def known_flags(parser: ArgumentParser) -> list[str]:

@@ -43,7 +43,8 @@ SLIME_USED: Final[Mapping[str, Mapping[str, str | None]]] = {
         "RayTrainGroup.async_train": "self rollout_id rollout_data_ref external_data",
     },
     "slime/ray/placement_group.py": {
-        "create_placement_groups": "args",
+        "InfoActor.get_ip_and_gpu_id": "self",
+        "sort_key": "x",
         "allocate_train_group": "args num_nodes num_gpus_per_node pg role with_ref with_opd_teacher actor_cls",
     },
     "slime/utils/arguments.py": {"parse_args": "add_custom_arguments"},
