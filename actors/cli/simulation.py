@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -167,13 +167,23 @@ def check(
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run one rollout of one task, and print its text, the trained tokens, the verdict and the time of each phase."""
+    """Run one rollout of one task, and print its text, the trained tokens, the verdict and the time of each phase; exit
+    code 3 if it got no reward because a part of the system failed."""
     from headrace.actors.cli.held_out.check import prepare_check, read_check
     from headrace.actors.cli.held_out.command import drive_evaluation
 
-    with tempfile.TemporaryDirectory(prefix="headrace-check-") if out is None else nullcontext(out) as folder:
-        evaluation = prepare_check(recipe, task, overrides or (), Path(folder).resolve())
+    folder = Path(tempfile.mkdtemp(prefix="headrace-check-") if out is None else out).resolve()
+    hint = "with --out FOLDER, the logs of its actors are kept"
+    try:
+        evaluation = prepare_check(recipe, task, overrides or (), folder)
         drive_evaluation(evaluation, quiet=quiet)
         checked = read_check(evaluation)
+        if not checked.is_rated:
+            out, hint = folder, ""
+    finally:
+        if out is None:
+            shutil.rmtree(folder)
     write_json(checked.to_json(), json)
-    say(*checked.lines(), *(["-- with --out FOLDER, the logs of its actors are kept"] if out is None else []))
+    say(*checked.lines(), f"-- {hint or f'the logs of its actors are in {evaluation.directory.logs}'}")
+    if not checked.is_rated:
+        raise typer.Exit(EXIT_DIRTY)

@@ -87,6 +87,17 @@ def test_a_rollout_is_shown_without_control_characters(tmp_path: Path) -> None:
     ]
 
 
+def test_the_verdict_of_a_rollout_that_a_failure_ended_has_its_reason(tmp_path: Path) -> None:
+    evaluation = prepare_check(QUICKSTART, "1", (), tmp_path)
+    folder = tmp_path / "rollouts" / "one-0"
+    folder.mkdir(parents=True)
+    ended = METADATA | {"reward": None, "cause": "poison", "detail": "ConnectError: no route to /run/pool.sock"}
+    (folder / "metadata.json").write_text(json.dumps(ended))
+    checked = read_check(evaluation)
+    assert not checked.is_rated
+    assert "-- verdict: reward None, poison: ConnectError: no route to /run/pool.sock" in checked.lines()
+
+
 @pytest.mark.slow
 @pytest.mark.namespaces
 def test_the_check_command_runs_one_rollout(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ class CheckedRollout:
     turns: tuple[dict[str, Any], ...]
     log: str
 
+    @property
+    def is_rated(self) -> bool:
+        """Whether the rollout says anything about the policy; otherwise a part of the system failed."""
+        return self.metadata["reward"] is not None
+
     def to_json(self) -> dict[str, Any]:
         return {"task": self.task.id, "rollout": self.metadata, "turns": self.turns, "log": self.log}
 
@@ -48,7 +53,8 @@ class CheckedRollout:
             yield f"-- turn {number}: {turn['sampled_tokens']} tokens of version {versions}, {masked}, {turn['status']}"
             yield _shown(turn["prompt"])
             yield f">> {_shown(turn['answer'])}"
-        yield f"-- verdict: reward {self.metadata['reward']}, {_shown(self.log).rstrip(': ') or self.metadata['cause']}"
+        said = self.log or f"{self.metadata['cause']}: {self.metadata.get('detail', '')}"
+        yield f"-- verdict: reward {self.metadata['reward']}, {_shown(said).rstrip(': ')}"
         phases = self.metadata["phases_s"].items()
         yield "-- " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases)
 
