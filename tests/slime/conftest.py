@@ -22,7 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def slime_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A local Ray with one logical GPU for each rank, whose processes replace what slime lacks on a CPU."""
+    """A local Ray with one logical GPU for each rank, whose processes replace what slime lacks on a CPU. Its node has
+    the label of a learner's node, as in a cluster."""
+    from headrace.actors.runtime.actors.nodes import ROLE_LABEL
     from headrace.actors.runtime.actors.runtime import start_local_ray, stop_local_ray
 
     start_local_ray(
@@ -30,6 +32,7 @@ def slime_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         object_store_bytes=128 << 20,
         gpus=slime_rig.RANKS,
         num_cpus=slime_rig.RANKS + 2,
+        labels={ROLE_LABEL: slime_rig.LABEL},
         runtime_env={"worker_process_setup_hook": "support.slime_on_cpu.watch_imports"},
     )
     yield

@@ -117,7 +117,10 @@ async def test_a_non_finite_gradient_is_committed_as_skipped(tmp_path: Path, bf1
     ("section", "problem"),
     [
         ({"arguments": ("--swigul",)}, "has no flag --swigul: did you mean --swiglu"),
-        ({"gpus_per_node": 3}, "need 3 GPUs, but the Ray cluster has 2"),
+        ({"gpus_per_node": 3}, "need 1 x 3 GPUs, but the Ray cluster has 2, on its nodes with the label"),
+        ({"nodes": 2, "gpus_per_node": 2}, "need 2 x 2 GPUs, but the Ray cluster has 2"),
+        # Engines' nodes have GPUs too.
+        ({"node_label": "engines"}, "has none, on its nodes with the label headrace/role=engines: add nodes to it"),
         ({"arguments": ("--num-layers", "many")}, "invalid int value: 'many'"),
     ],
 )
@@ -125,7 +128,8 @@ async def test_a_learner_with_impossible_settings_does_not_open(
     tmp_path: Path, bf16_model: Path, section: dict[str, Any], problem: str
 ) -> None:
     given = (*rig.model_arguments(bf16_model), *rig.CPU_ARGUMENTS, *section.pop("arguments", ()))
-    terms = rig.terms(tmp_path, bf16_model, slime={"arguments": given, **section})
+    label = section.pop("node_label", rig.LABEL)
+    terms = rig.terms(tmp_path, bf16_model, slime={"arguments": given, **section}, node_label=label)
     async with rig.open_learner(terms) as learner:
         with pytest.raises(LearnerSettingsInvalid, match=problem):
             await learner.open(None, epoch=1)

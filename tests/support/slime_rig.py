@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     StartEngines = Callable[[RayRuntime, RunDirectory, Path], Awaitable["KeepingEngines | EngineGroup"]]
 
 RANKS = 2
+LABEL = "trainers"
+"""Value of cluster.roles.learner."""
 PROMPT = 6
 LONGEST = 40
 TEMPERATURE = 1.0
@@ -123,7 +125,9 @@ def model_arguments(model: Path) -> tuple[str, ...]:
     )
 
 
-def terms(folder: Path, model: Path, *, batch_size: int = 8, steps: int = 5, **changes: Any) -> SlimeTerms:
+def terms(
+    folder: Path, model: Path, *, batch_size: int = 8, steps: int = 5, node_label: str = LABEL, **changes: Any
+) -> SlimeTerms:
     """Return the terms of a learner on two logical GPUs; `changes` are keys of [learner]."""
     slime_dir, megatron_dir = checkouts() or (None, None)
     section = {
@@ -147,7 +151,11 @@ def terms(folder: Path, model: Path, *, batch_size: int = 8, steps: int = 5, **c
         **changes,
     }
     return SlimeTerms(
-        learner=LearnerConfig.model_validate(learner), batch_size=batch_size, temperature=TEMPERATURE, steps=steps
+        learner=LearnerConfig.model_validate(learner),
+        batch_size=batch_size,
+        temperature=TEMPERATURE,
+        steps=steps,
+        node_label=node_label,
     )
 
 
