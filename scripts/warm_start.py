@@ -20,12 +20,13 @@ import hashlib
 import logging
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from headrace.buffer.tasks.datasets.terminal import Kind, Problem, Split, combinations, guesses
+from headrace.buffer.tasks.datasets.terminal import NAMES, WORDS, Kind, Problem, Split, combinations, guesses
 from headrace.policies.miniatures.demonstrations import Demonstration, DemonstrationMessage, taken_in_turns
 from headrace.policies.miniatures.fitting import FitConfig, cross_entropy, learning_rate_at
 from headrace.policies.models.tiny import PAD, model_config, write_description
@@ -51,7 +52,10 @@ class WarmStartConfig(FitConfig):
     look_share: float = Field(default=0.28, ge=0, le=1)
     """Share of poor demonstrations that look in the right place; this is roughly the success rate of the starting
     policy."""
-    stray_share: float = Field(default=0.50, ge=0, le=1)
+    lost_share: float = Field(default=0.10, ge=0, le=1)
+    """Share of poor demonstrations that look for what does not exist, and guess after the error. Without them the
+    starting policy says nothing after an error, and training may spread that silence over a kind of task."""
+    stray_share: float = Field(default=0.42, ge=0, le=1)
     """Share of poor demonstrations that look in the wrong place and act on the result."""
     other_share: float = Field(default=0.10, ge=0, le=1)
     """Share of poor demonstrations that show another task's command. The remaining ones guess at once."""
@@ -83,16 +87,34 @@ class NoisyDemonstrator:
     def _poor(self, pool: Sequence[Problem]) -> Demonstration:
         problem, luck = self._chance.choice(pool), self._chance.random()
         config = self._config
-        if luck < config.other_share:
+        lost, other, stray, look = accumulate(
+            (config.lost_share, config.other_share, config.stray_share, config.look_share)
+        )
+        if luck < lost:
+            return self.spell(problem, *self._lost(problem), self._guess(problem))
+        if luck < other:
             return self.spell(problem, self._guess(self._chance.choice(pool)))
-        if luck < config.other_share + config.stray_share:
+        if luck < stray:
             command, shown, finding = problem.stray
             return self.spell(problem, command, shown, problem.act(finding))
-        if luck >= config.other_share + config.stray_share + config.look_share:
+        if luck >= look:
             return self.spell(problem, self._guess(problem))
         wrong = self._chance.random() < self._config.wrong_share
         act = self._guess(problem) if wrong else problem.act(problem.finding)
         return self.spell(problem, problem.look, problem.shown, act)
+
+    def _lost(self, problem: Problem) -> tuple[str, str]:
+        """Return a command that looks for what does not exist, and what it prints."""
+        files = problem.files()
+        name = self._chance.choice([name for name in NAMES if name not in files])
+        word = self._chance.choice([word for word in WORDS if f"{word}\n" not in files.values()])
+        match problem.kind:
+            case Kind.MOVE:
+                return f"tail -n 1 {name}", f"tail: cannot open '{name}' for reading: No such file or directory"
+            case Kind.RENAME:
+                return f"grep -l {word} *", ""
+            case _:
+                return f"cat {name}", f"cat: {name}: No such file or directory"
 
     def _guess(self, problem: Problem) -> str:
         return problem.act(self._chance.choice(guesses(problem)))

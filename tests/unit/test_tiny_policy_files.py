@@ -9,7 +9,7 @@ import pytest
 from warm_start import NoisyDemonstrator, WarmStartConfig, warm_start
 
 from headrace.actors.agents.registry.config import ShellAgentConfig
-from headrace.buffer.tasks.datasets.terminal import Kind, Split, combinations, problems
+from headrace.buffer.tasks.datasets.terminal import NAMES, Kind, Split, combinations, problems
 from headrace.policies.miniatures.fitting import learning_rate_at
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
@@ -54,6 +54,27 @@ def test_the_policy_acts_on_what_it_read(kind: Kind) -> None:
             likeliest = model(tokens).logits.argmax(-1)
         solved.append(bool((likeliest[0, start - 1 : -1] == tokens[0, start:]).all()))
     assert sum(solved) >= 7
+
+
+def test_the_policy_goes_on_after_an_error() -> None:
+    """Silence after a failed look would be an invalid answer, and training spread it over a kind of task."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    tokenizer = ChatTokenizer(MODEL)
+    model = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    demonstrator = NoisyDemonstrator(WarmStartConfig(), tokenizer)
+    silent = []
+    for problem in [problem for problem in problems(0, 32, Split.HELD_OUT) if problem.kind is Kind.WRITE]:
+        missing = next(name for name in NAMES if name not in problem.files())
+        error = f"cat: {missing}: No such file or directory"
+        answered = demonstrator.spell(problem, f"cat {missing}", error, problem.act(problem.finding))
+        answer = len(tokenizer.encode(problem.act(problem.finding))) + 1
+        with torch.no_grad():
+            [[*_, logits_V]] = model(torch.tensor([answered.tokens[:-answer]])).logits
+        silent.append(float(logits_V.softmax(-1)[tokenizer.eos_id]))
+    # Before there were such demonstrations, it was nearly 1.
+    assert max(silent) < 0.1
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ START: Final = Path(__file__).resolve().parents[2] / "models" / "tiny"
 GOOD: Final = 0.9
 INVALID: Final = 0.95
 SPOILED: Final = Kind.WRITE
-ADDED: Final = ("loss_weight", "loss_constant", "warmup_steps", "entropy_coef")
+ADDED: Final = ("betas", "loss_weight", "loss_constant", "warmup_steps", "entropy_coef")
 """Keys of [learner] that keep the recipe from collapsing."""
 # Torch gives every large tensor back to the system at once: two thirds of the time would go there.
 _KEEP_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
