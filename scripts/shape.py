@@ -18,7 +18,7 @@ MAX_ENTRIES, MAX_DEPTH = 24, 4
 MAX_SINGLE_CALLER_SHARE = 0.08
 FEW_FUNCTIONS = 100
 """Number of functions below which the share is not checked."""
-FOLDERS = (*PACKAGES, "scripts/benches")
+FOLDERS = (*PACKAGES, "scripts/benches", "scripts/gpu_checks")
 
 
 Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

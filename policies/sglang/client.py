@@ -11,8 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import base64
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -253,13 +251,6 @@ class SGLangEngine:
             "load_format": "flattened_bucket",
         }
         await self._update("/update_weights_from_distributed", body | update_options(version))
-
-    async def update_from_tensors(self, serialized: Sequence[bytes], *, version: PolicyVersion | None) -> None:
-        """Load tensors that were packed by SGLang's serializer, one piece for each rank, for a learner on the same
-        machine, whose memory the server maps. On a CPU, pack them with torch's sharing strategy `file_system`: a server
-        that cannot open the shared memory exits. Raises NoSession, WeightsMixed."""
-        body = {"serialized_named_tensors": [base64.b64encode(piece).decode() for piece in serialized]}
-        await self._update("/update_weights_from_tensor", body | update_options(version))
 
     async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None:
         """Load a model directory that the server can read, without a session. Raises WeightsMixed."""

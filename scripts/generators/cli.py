@@ -36,7 +36,7 @@ This page is written by `scripts/generate cli` from the commands' own help and t
 | [buffer.md](buffer.md) | `headrace ledger` |
 """
 DEVELOPMENT = ("quickstart", "test", "check", "setup", "install", "generate")
-OTHERS = ("warm_start", "demo_e2b")
+OTHERS = ("gpu_check", "warm_start", "demo_e2b")
 
 
 def _cell(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -27,7 +27,6 @@ from headrace.policies.errors import (
     EngineTimeout,
     EngineUnavailable,
     GrammarMissing,
-    NoSession,
     RequestInvalid,
 )
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig, ServerProcess
@@ -38,9 +37,6 @@ from headrace.serve.tracing.tracing import traceparent_of
 from support import engine_kinds as kinds
 from support.cutting_proxy import cutting_proxy
 from support.recorded_spans import recorded_spans
-
-if TYPE_CHECKING:
-    import torch
 
 # SGLang alone imports for half a minute.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -618,45 +614,6 @@ async def test_the_client_loads_weights_from_a_directory(
         assert refused.value.status == 400
         assert (await engine.info()).version == PolicyVersion(1, 5)
         assert await greedy(wire) == pytest.approx(after, abs=1e-3)
-    assert await greedy(wire) == pytest.approx(before, abs=1e-3)
-
-
-def packed(name: str, tensor: torch.Tensor) -> bytes:
-    """As SGLang's serializer does it. By a file: a descriptor is given to processes of one family only, and a server
-    that cannot get it ends."""
-    from multiprocessing.reduction import ForkingPickler
-
-    import torch
-
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        return bytes(ForkingPickler.dumps([(name, tensor)]))
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
-
-
-async def test_the_client_loads_weights_from_shared_memory(wire: Wire, tiny_model_dir: Path) -> None:
-    import torch
-
-    engine, before = client(wire), await greedy(wire)
-    tensor = torch.full((96,), 0.5)
-    if not wire.genuine:
-        with pytest.raises(EngineRefused, match="does not unpickle"):
-            await engine.update_from_tensors([b"anything"], version=None)
-        return
-    if wire.dialect.update_session:
-        with pytest.raises(NoSession):
-            await engine.update_from_tensors([packed("model.norm.weight", tensor)], version=None)
-    async with restored(engine, tiny_model_dir):
-        await engine.begin_update()
-        try:
-            await engine.update_from_tensors([packed("model.norm.weight", tensor)], version=PolicyVersion(1, 7))
-        finally:
-            await engine.end_update()
-        await engine.flush()
-        assert (await engine.info()).version == PolicyVersion(1, 7)
-        assert await greedy(wire) != pytest.approx(before, abs=1e-3)
     assert await greedy(wire) == pytest.approx(before, abs=1e-3)
 
 

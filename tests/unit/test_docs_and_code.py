@@ -160,7 +160,7 @@ FOREIGN_FLAGS = {
     *("--block", "--dashboard-host", "--disable-usage-stats", "--head", "--labels", "--node-ip-address", "--num-cpus"),
     *("--object-store-memory", "--redis-password"),  # Ray
     *("--api-key", "--base-gpu-id", "--constrained-json-disable-any-whitespace", "--enable-metrics", "--enable-trace"),
-    *("--grammar-backend", "--otlp-traces-endpoint", "--tp-size"),  # SGLang
+    *("--grammar-backend", "--mem-fraction-static", "--otlp-traces-endpoint", "--tp-size"),  # SGLang
     *("--hidden-size", "--num-layers", "--swiglu", "--use-rollout-logprobs"),  # slime
     *("--dist", "--forked", "--maxfail", "--stepwise", "--strict-config"),  # pytest
     *("--bare", "--config", "--enable-feature", "--from", "--from-file", "--gil", "--git", "--mount", "--preserve-env"),

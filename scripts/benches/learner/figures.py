@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -131,10 +131,10 @@ def misses(figures: dict[str, float]) -> list[str]:
     return [name for name, (low, high) in BOUNDS.items() if not low <= figures[name] <= high]
 
 
-def write_model(model_dir: Path) -> None:
-    """Write a random model directory."""
+def write_model(model_dir: Path, sizes: Mapping[str, int] = SIZES) -> None:
+    """Write a random model directory; `sizes` are keys of its config.json."""
     write_description(model_dir)
-    keys = model_config() | SIZES
+    keys = {**model_config(), **sizes}
     (model_dir / "config.json").write_text(json.dumps(keys))
     generator = torch.Generator().manual_seed(0)
     shapes = QwenConfig.from_keys(keys, source="bench").shapes()
@@ -145,7 +145,9 @@ def write_model(model_dir: Path) -> None:
     save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_items(lengths: Sequence[int], policy: PlainLoop | None) -> list[BatchItem]:
+def make_items(
+    lengths: Sequence[int], policy: PlainLoop | None, vocabulary: int = SIZES["vocab_size"]
+) -> list[BatchItem]:
     """Return rollouts of one random row each, with the log-probabilities of `policy` (without it, those of a uniform
     one)."""
     generator, version = np.random.default_rng(0), PolicyVersion(1, 0)
@@ -154,9 +156,9 @@ def make_items(lengths: Sequence[int], policy: PlainLoop | None) -> list[BatchIt
         prompt = round(length * (1 - TRAINED_SHARE))
         trained = np.arange(length) >= prompt
         row = Row(
-            tokens_T=generator.integers(0, SIZES["vocab_size"], size=length).astype(np.int32),
+            tokens_T=generator.integers(0, vocabulary, size=length).astype(np.int32),
             loss_mask_T=trained,
-            logprobs_T=np.where(trained, -math.log(SIZES["vocab_size"]), 0.0).astype(np.float32),
+            logprobs_T=np.where(trained, -math.log(vocabulary), 0.0).astype(np.float32),
             versions=(VersionSpan(start=prompt, end=length, version=version),),
         )
         item = BatchItem(
