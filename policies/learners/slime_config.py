@@ -31,11 +31,15 @@ class SlimeSection(Section):
     """GPUs that share the experts of each layer."""
     timeout_minutes: int = Field(default=10, ge=1)
     """Time limit of a collective, after which the ranks that wait in it fail."""
+    model: str | None = None
+    """Model whose architecture the model directory has, a file of slime's scripts/models without `.sh`: `qwen3-32B`.
+    Its flags are compared with the model's config.json."""
     arguments: tuple[str, ...] = ()
-    """Further flags of slime and Megatron, with their values: the model's architecture (slime's scripts/models), memory
-    and kernels. Flags that the recipe decides are refused."""
+    """Further flags of slime and Megatron, with their values: memory and kernels, and the model's architecture where
+    slime has no file for it. Flags that the recipe decides are refused."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the training processes."""
+    """Environment variables of the training processes and of slime's parser. CUDA_DEVICE_MAX_CONNECTIONS is 1, and
+    NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE are 0, where neither this table nor the learner's node sets them."""
 
     @property
     def gpus(self) -> int:
