@@ -93,12 +93,10 @@ class EnginesConfig(Section):
     engines that the group starts have a key of their own, which the run makes."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of devices that one SGLang server uses, all on one host."""
-    enable_dp_attention: bool = False
-    """Divide a server's devices into `data_parallel` groups, each of which computes attention for requests of its own,
-    and keeps their caches (SGLang's --attn-dp-size)."""
     data_parallel: int = Field(default=1, ge=1)
-    """Number of these groups. They add no devices, and divide `tensor_parallel`. Replicas of a whole model are engines
-    (`count`): a server with several takes no new weights."""
+    """Number of groups into which a server's devices are divided for attention (SGLang's `enable_dp_attention`), each
+    with requests and caches of its own; it divides `tensor_parallel`. Replicas of a whole model are engines (`count`),
+    because a server with several takes no new weights."""
     expert_parallel: int = Field(default=1, ge=1)
     """Number of devices among which one server divides the experts of a layer; it divides `tensor_parallel`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -158,11 +156,6 @@ class EnginesConfig(Section):
         if self.is_simulated and (self.attach or self.router or not self.count):
             raise ValueError(
                 "engines.attach and engines.router need real servers: set engines.backend to cpu instead of simulated"
-            )
-        if self.data_parallel > 1 and not self.enable_dp_attention:
-            raise ValueError(
-                f"engines.data_parallel {self.data_parallel} would be replicas in one server, which takes no new "
-                "weights: set engines.enable_dp_attention to true, or raise engines.count instead"
             )
         for name in ("data_parallel", "expert_parallel"):
             if self.tensor_parallel % (size := getattr(self, name)):

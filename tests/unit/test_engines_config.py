@@ -44,13 +44,9 @@ RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
         ({"device": "cuda"}, "set engines.backend to sglang"),
         ({"tensor_parallel": 2}, "needs SGLang"),
         ({"dtype": "float16"}, "needs SGLang"),
-        (
-            {"backend": "sglang", "data_parallel": 2, "tensor_parallel": 2},
-            "which takes no new weights: set engines.enable",
-        ),
         ({"backend": "sglang", "expert_parallel": 4, "tensor_parallel": 6}, "expert_parallel 4 does not divide"),
         (
-            {"backend": "sglang", "enable_dp_attention": True, "data_parallel": 4, "tensor_parallel": 2},
+            {"backend": "sglang", "data_parallel": 4, "tensor_parallel": 2},
             "data_parallel 4 does not divide engines.tensor_parallel 2",
         ),
         ({"sglang": {"environment": {"LD_PRELOAD": "x"}}}, r"LD_PRELOAD is not one of SGLANG_\*, FLASHINFER_\*"),
@@ -115,7 +111,7 @@ def test_sglang_servers_receive_the_configured_settings(tmp_path: Path) -> None:
 def test_groups_of_attention_and_experts_reach_the_server_and_add_no_devices(
     version: str, groups: tuple[str, ...], tmp_path: Path
 ) -> None:
-    sizes = {"tensor_parallel": 8, "data_parallel": 8, "enable_dp_attention": True, "expert_parallel": 8}
+    sizes = {"tensor_parallel": 8, "data_parallel": 8, "expert_parallel": 8}
     variables = {
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         "FLASHINFER_WORKSPACE_BASE": "/tmp/f",
