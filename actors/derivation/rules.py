@@ -198,13 +198,6 @@ def _provider(t: Terms) -> tuple[str, str] | None:
     return None if t["cluster.address"] == "local" else ("remote", "all nodes of a cluster reach it")
 
 
-def _slime_model(t: Terms) -> str | None:
-    name = t["model.path"].name
-    if t["learner.kind"] != "slime" or "--num-layers" in t["learner.slime.arguments"] or not name:
-        return None
-    return str(name[0].lower() + name[1:])
-
-
 def _max_live(t: Terms) -> tuple[int, str]:
     if "sandbox." in unused(t.document):
         return MOST_SANDBOXES, "no task boots a sandbox"
@@ -278,7 +271,6 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     ),
     "buffer.batch_size": (_batch, "8 groups (slime's coding agents), more for more ranks"),
     "learner.token_budget": (_real(_budget), "16384 (swe-rl) if that fits in memory, at least one context"),
-    "learner.slime.model": (_slime_model, "the name of the model's directory, as slime writes names of Qwen's models"),
     "sandbox.provider": (_provider, "`simulated` if no task boots a sandbox; else `local`, `remote` on a cluster"),
     "engines.placement": (
         _real(lambda t: None if t["cluster.address"] == "local" else "ray"),

@@ -31,9 +31,9 @@ class SlimeSection(Section):
     """GPUs that share the experts of each layer."""
     timeout_minutes: int = Field(default=10, ge=1)
     """Time limit of a collective, after which the ranks that wait in it fail."""
-    model: str | None = None
-    """Model whose architecture the model directory has, a file of slime's scripts/models without `.sh`: `qwen3-32B`.
-    Its flags are compared with the model's config.json."""
+    model: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Model with the architecture of `model.path`, a file of slime's scripts/models without `.sh`: `qwen3-32B`. None
+    takes the one whose flags agree with the model's config.json, if `arguments` describe no architecture."""
     arguments: tuple[str, ...] = ()
     """Further flags of slime and Megatron, with their values: memory and kernels, and the model's architecture where
     slime has no file for it. Flags that the recipe decides are refused."""

@@ -148,7 +148,7 @@ def test_a_recorded_configuration_leaves_nothing_to_derive(tmp_path: Path) -> No
 def test_every_derived_key_is_a_key_with_a_rule_that_says_why() -> None:
     terms = Terms({}, RunConfig, None, SMALL)
     for key, (_, text) in DERIVED.items():
-        assert terms[key] is not None or key == "learner.slime.model", "which has no default"
+        assert terms[key] is not None
         assert not terms.is_set(key)
         assert text
 
