@@ -145,7 +145,6 @@ def run(
     """Train a policy: start all parts, run the rollouts and the learner, evaluate, and write the run directory. With
     `--address`, `--url` or `cluster.address` in the recipe, the run is submitted to a cluster and needs no process
     here: an interrupt ends only this command."""
-    from headrace.actors.errors import ConfigError
     from headrace.actors.record.files.run_directory import free_folder
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
@@ -154,13 +153,15 @@ def run(
         settings.append(f"service.seed={seed}")
     if sandbox is not None:
         settings.append(f"sandbox.provider={sandbox}")
+    if cluster and cluster.address is not None:
+        settings.append(f"cluster.address={cluster.address}")
     if dry_run:
         show_dry_run(recipe, on or (), settings, json=json)
         return
-    if on and cluster:
-        raise ConfigError("--on: machine files are for runs on this machine; put the keys into the recipe or --set")
-    if (access := access_for(recipe, settings, cluster, quotas)) is not None:
-        raise typer.Exit(submit_run(access, recipe, name=name, overrides=settings, detach=detach, json=json))
+    if (access := access_for(recipe, settings, cluster, quotas, on or ())) is not None:
+        raise typer.Exit(
+            submit_run(access, recipe, name=name, overrides=settings, on=on or (), detach=detach, json=json)
+        )
     chosen = name or free_folder(runs_dir, recipe.stem).name
     request = RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings, on=on or ())
     derived: list[Derived] = []

@@ -120,20 +120,23 @@ class ClusterOptions:
 
         return self.ask(work)
 
-    def document(self, recipe: Path, overrides: Sequence[str]) -> Recipe:
-        """Return the tables of a recipe, as they are submitted. On a node of the cluster, paths are relative to the
-        recipe. Elsewhere relative ones would mean nothing. Raises ConfigError."""
-        from headrace.actors.run.config import absolute_paths, named_paths, read_recipe
+    def document(self, recipe: Path, overrides: Sequence[str], on: Sequence[Path] = ()) -> Recipe:
+        """Return the tables of a recipe with machine files, as they are submitted. On a node of the cluster, paths are
+        relative to the file that has them. Elsewhere relative ones would mean nothing. Raises ConfigError."""
+        from headrace.actors.run.config import absolute_paths, named_paths, read_file
+        from headrace.actors.run.overlays import layered
 
-        document = read_recipe(recipe, overrides)
+        # Whoever submits to the API knows neither address nor folders of the cluster.
+        document = layered(recipe, on, overrides, decided=() if self.address else ("cluster.",)).document
         if self.address is not None:
             return absolute_paths(document, recipe)
-        for name, above, key in named_paths(document):
-            if not Path(above[key]).is_absolute():
-                raise ConfigError(
-                    f"{recipe}: {name} {above[key]!r} is relative: on a cluster, write an absolute path of its nodes "
-                    f"(--set {name}=/...)"
-                )
+        for file, given in ((recipe, document), *((path, read_file(path)) for path in on)):
+            for name, above, key in named_paths(given):
+                if not Path(above[key]).is_absolute():
+                    raise ConfigError(
+                        f"{file}: {name} {above[key]!r} is relative: on a cluster, write an absolute path of its nodes "
+                        f"(--set {name}=/...)"
+                    )
         for table, keys in document.items():
             if not isinstance(keys, dict):
                 raise ConfigError(f"{recipe}: {table} must be a table; write its keys below [{table}]")
@@ -158,19 +161,16 @@ class FirstAccess(ClusterOptions):
 
 
 def access_for(
-    recipe: Path, overrides: Sequence[str], cluster: ClusterOptions, quotas: Path | None
+    recipe: Path, overrides: Sequence[str], cluster: ClusterOptions, quotas: Path | None, on: Sequence[Path] = ()
 ) -> ClusterOptions | None:
-    """Return the access to the cluster on which a recipe is to run, by the options or by its own `cluster.address`;
-    None to run it here. Raises ConfigError."""
-    from headrace.actors.run.config import read_recipe
+    """Return the access to the cluster on which a recipe with machine files is to run, by the options or by its own
+    `cluster.address`; None to run it here. Raises ConfigError."""
+    from headrace.actors.run.overlays import layered
     from headrace.actors.run.placement import LOCAL, cluster_section
 
     if cluster and cluster.url is not None:
         return cluster
-    given = read_recipe(recipe, overrides).get("cluster", {})
-    if cluster and isinstance(given, dict):
-        given |= {"address": cluster.address}
-    section = cluster_section(given)
+    section = cluster_section(layered(recipe, on, overrides).document.get("cluster", {}))
     if section.address == LOCAL:
         return None
     quotas = quotas and quotas.resolve()

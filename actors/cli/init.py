@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ def init(
     machine: Annotated[
         str, typer.Option(help="Machine file: a path, the name of one of headrace's own, or `this` for this host.")
     ] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Key that the run is started with (table.key=value); repeatable.")
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Write a recipe for a model, an agent, tasks and a machine, and check it as `run --dry-run` does. Everything else
@@ -48,6 +52,7 @@ def init(
     tasks = tasks or _asked("--tasks", "Tasks (JSONL file, folder of Harbor tasks, or generated)", GENERATED)
     machine = machine or _asked("--machine", "Machine (path, 8gpu, 64gpu, ..., or this for this host)", THIS_HOST)
     path = model if model.startswith("miniature:") else str(Path(model).resolve())
+    settings = overrides or []
     on = () if machine == THIS_HOST else (_machine_file(machine),)
     files = () if tasks == GENERATED else _task_files(Path(tasks), heldout, recipe.with_suffix(""))
     if heldout is not None and not files:
@@ -55,9 +60,10 @@ def init(
     tables = _tables(path, agent, files)
     try:
         recipe.write_text(tables, encoding="utf-8")
-        checked = dry_run(recipe, on, ())
+        checked = dry_run(recipe, on, settings)
         check_memory(checked.config)
-        command = " ".join(["headrace run", str(recipe), *(f"--on {file}" for file in on)])
+        options = (*(f"--on {file}" for file in on), *(f"--set {shlex.quote(one)}" for one in settings))
+        command = " ".join(["headrace run", str(recipe), *options])
         names = ", ".join(one.key for one in checked.derived)
         head = [command, *textwrap.wrap(f"Derived at the start: {names}", 116)]
         recipe.write_text("".join(f"# {line}\n" for line in head) + tables, encoding="utf-8")
@@ -82,7 +88,7 @@ def _asked(option: str, question: str, default: str | None = None) -> str:
 
 
 def _machine_file(machine: str) -> Path:
-    known = {path.stem: path for path in sorted(_MACHINES.rglob("*.toml"))}
+    known = {path.stem: path for path in sorted(_MACHINES.glob("*.toml"))}
     path = Path(machine) if Path(machine).is_file() else known.get(machine)
     if path is None:
         raise ConfigError(f"--machine {machine}: no such file; name one, or {', '.join(known)}, or {THIS_HOST}")

@@ -50,12 +50,13 @@ def submit_run(
     *,
     name: str,
     overrides: Sequence[str],
+    on: Sequence[Path] = (),
     detach: bool,
     json: Path | None = None,
 ) -> int:
-    """Submit a recipe, and unless `detach` show the run's events until it has ended. Return the exit code. Raises
-    ConfigError for a recipe that cannot run elsewhere."""
-    document = dict(cluster.document(recipe, overrides))
+    """Submit a recipe with machine files, and unless `detach` show the run's events until it has ended. Return the exit
+    code. Raises ConfigError for a recipe that cannot run elsewhere."""
+    document = dict(cluster.document(recipe, overrides, on))
     document["telemetry"] = {"recipe": recipe.stem, **document.get("telemetry", {})}
     key = uuid.uuid4().hex
     record = cluster.call(RunsApi.submit, name or recipe.stem, document, key)

@@ -17,7 +17,7 @@ def capacity(host: Host, *, has_namespaces: bool) -> dict[str, str]:
     sandboxes, reason = host.sandboxes()
     e2b = "usable" if os.environ.get("E2B_API_KEY") else "set E2B_API_KEY, or sandbox.e2b.api_key_file"
     try:
-        sglang = f"found: {find_python(None)}"
+        sglang = f"found: {find_python(None, 'cpu')}"
     except EngineSettingsInvalid as error:
         sglang = str(error)
     return {

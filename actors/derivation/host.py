@@ -18,7 +18,7 @@ from headrace.serve.gateway.http.placement import most_processes
 _PROBE_TIMEOUT_S: Final = 10.0
 _PER_CORE: Final = 32
 """Sandboxes that share a core; Endless Terminals and Echo run 32 at once. Agents mostly wait for the policy."""
-_MOST_SANDBOXES: Final = 256
+MOST_SANDBOXES: Final = 256
 _PROCESSES_EACH: Final = 97
 """Smallest share of processes of a sandbox, with those that serve it (`host_limits.default_live`)."""
 
@@ -43,7 +43,7 @@ class Host:
             f"{_PER_CORE} for each of {self.cores} cores": _PER_CORE * self.cores,
             f"{gigabytes(each_bytes)} GB each of {gigabytes(memory_bytes)} GB": memory_bytes // each_bytes,
             f"{self.processes:,} processes for all": self.processes // _PROCESSES_EACH,
-            "the most for one launcher": _MOST_SANDBOXES,
+            "the most for one launcher": MOST_SANDBOXES,
         }
         reason, most = min(bounds.items(), key=lambda bound: bound[1])
         return max(8, most), reason

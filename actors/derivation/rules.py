@@ -21,8 +21,9 @@ from typing import Any, Final, TypeAlias
 from pydantic import BaseModel, ValidationError
 
 from headrace.actors.derivation import clocks
-from headrace.actors.derivation.host import Host, gigabytes, this_host
+from headrace.actors.derivation.host import MOST_SANDBOXES, Host, gigabytes, this_host
 from headrace.actors.derivation.terms import USED_RAM, Terms
+from headrace.actors.environments.config import WITHOUT_SANDBOX
 from headrace.buffer.primitives.sections import overlaid
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.miniatures.names import name_of
@@ -39,6 +40,8 @@ _ON_CPU: Final = {True: 32_768, False: 4096}
 """The same on a CPU, which samples some hundred tokens a second; the prompts of programs alone have over 10,000."""
 _UNKNOWN_CONTEXT: Final = 4096
 _MICRO_BATCH: Final = 16_384
+_LOOPS: Final = ("loop", "shell", "immediate", "simulated")
+"""Agents that are neither programs nor of other packages."""
 _OF_SOURCES: Final = ("agent", "environment", "sampling", "rollout")
 """Tables of a source whose values may follow from its own agent and limits."""
 
@@ -65,7 +68,7 @@ class Derived:
 
 def _program(t: Terms) -> bool:
     # An agent of another package runs its own loop too.
-    return str(t["agent.kind"]) not in ("loop", "shell", "immediate", "simulated")
+    return str(t["agent.kind"]) not in _LOOPS
 
 
 def _class(t: Terms) -> bool:
@@ -114,17 +117,22 @@ def _context(t: Terms) -> tuple[int, str]:
     on_cpu, model = t["engines.device"] == "cpu", t.model
     need = _ON_CPU[_program(t) and not _class(t)] if on_cpu else _CONTEXTS[_program(t)]
     if model is None:
-        return _UNKNOWN_CONTEXT, "the model is not on this host"
+        return t["sampling.most_context_tokens"] or _UNKNOWN_CONTEXT, "the model is not on this host"
     (tokens, memory), (cache, of_engines) = t.micro_batch(), t.cache()
     # An engine that holds one context could serve no second agent. `memory_problem` refuses what is below the least.
     on = " on a CPU" if on_cpu else ""
-    bounds: list[tuple[float, str]] = [(need, f"at most {need:,} for {t['agent.kind']}{on}")]
+    most: int | None = t["sampling.most_context_tokens"]
+    bounds: list[tuple[float, str]] = [
+        (most, f"at most the published {most:,}") if most else (need, f"at most {need:,} for {t['agent.kind']}{on}")
+    ]
     bounds += [(max(1024, tokens), f"bound by {memory}"), (max(1024, cache / 2), f"bound by {of_engines}")]
     keys = ("learner.token_budget", "engines.max_context_tokens")
     bounds += [(t[key], f"bound by {key}") for key in keys if t.is_set(key) and t[key] is not None]
     bound, reason = min(bounds)
     if model.context <= bound:
         return model.context, f"the model's {model.context:,}"
+    if bound == most:
+        return most, f"the model's {model.context:,}, {reason}"
     step = 32_768 if bound >= 32_768 else 1 << int(math.log2(bound))
     return int(bound // step * step), f"the model's {model.context:,}, {reason}"
 
@@ -170,7 +178,29 @@ def _budget(t: Terms) -> int:
     return int(_MICRO_BATCH if t.micro_batch()[0] >= _MICRO_BATCH > context else context)
 
 
+def unused(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the beginnings of keys that no rollout of a document, which may be invalid, has a use for: those of
+    sandboxes if no task boots one, and of programs if no agent is one. Nothing is imported."""
+    tasks = document.get("tasks")
+    sources = tasks.get("sources") if isinstance(tasks, dict) else None
+    listed = [source for source in sources if isinstance(source, dict)] if isinstance(sources, list | tuple) else []
+    own = [overlaid(document, source) for source in listed or [{}]]
+    tables = [(each.get("agent"), each.get("environment")) for each in own]
+    kinds = [[table.get("kind") if isinstance(table, dict) else None for table in pair] for pair in tables]
+    boots = any(agent != "loop" or environment not in WITHOUT_SANDBOX for agent, environment in kinds)
+    programs = any(agent is not None and ":" not in str(agent) and agent not in _LOOPS for agent, _ in kinds)
+    return (*(() if boots else ("sandbox.",)), *(() if programs else ("agent.program.",)))
+
+
+def _provider(t: Terms) -> tuple[str, str] | None:
+    if "sandbox." in unused(t.document):
+        return "simulated", "no task boots a sandbox"
+    return None if t["cluster.address"] == "local" else ("remote", "all nodes of a cluster reach it")
+
+
 def _max_live(t: Terms) -> tuple[int, str]:
+    if "sandbox." in unused(t.document):
+        return MOST_SANDBOXES, "no task boots a sandbox"
     if t["sandbox.provider"] != "local":
         return 64, "as many as `headrace serve sandbox` has by default"
     fit, reason = t.host.sandboxes(t.size * sum(t.on_cpu().values()), t["sandbox.local.memory_bytes"])
@@ -241,6 +271,11 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     ),
     "buffer.batch_size": (_batch, "8 groups (slime's coding agents), more for more ranks"),
     "learner.token_budget": (_real(_budget), "16384 (swe-rl) if that fits in memory, at least one context"),
+    "sandbox.provider": (_provider, "`simulated` if no task boots a sandbox; else `local`, `remote` on a cluster"),
+    "engines.placement": (
+        _real(lambda t: None if t["cluster.address"] == "local" else "ray"),
+        "`local`; `ray` on a cluster",
+    ),
     "sandbox.pool.max_live": (_max_live, "what cores, memory and processes of this host allow; 64 for other providers"),
     "dispatcher.evaluation_slots": (_evaluation_slots, "two fifths of the sandboxes"),
     "dispatcher.slots_per_worker": (

@@ -21,6 +21,8 @@ USED_RAM: Final = 0.75
 USED_GPU, ENGINE_GPU = 0.9, 0.85
 """The same of a GPU that trains, and of one that serves, which SGLang decides."""
 _GPU_BYTES: Final = 80_000_000_000
+OFFLOAD: Final = "--optimizer-cpu-offload"
+"""Flag of Megatron with which the optimizer's states are in the host's memory."""
 _LAYER: Final = 17
 """Values for each token and channel that a layer keeps for the backward pass (arXiv 2205.05198, equation 2, without
 attention scores, which are never stored)."""
@@ -129,13 +131,15 @@ class Terms:
         return self._left("learner") / self["learner.ranks"] / token, self.host_memory
 
     def _slime_tokens(self, model: ModelFacts) -> float:
-        """Weights in bf16, gradients and optimizer in fp32, divided as slime does."""
+        """Weights in bf16, gradients and optimizer in fp32, divided as slime does. The optimizer may be in the host's
+        memory."""
         nodes, each = self["learner.slime.nodes"], self["learner.slime.gpus_per_node"]
         parts = ("tensor", "pipeline", "context", "expert")
         tensor, pipeline, context, expert = (self[f"learner.slime.{part}_parallel"] for part in parts)
         dense, experts = (model.parameters - model.experts) / tensor, model.experts / expert
         copied = (dense * tensor + experts * expert) * pipeline / (nodes * each)
-        held = (6 * (dense + experts) + 12 * copied) / pipeline
+        states = 0 if OFFLOAD in self["learner.slime.arguments"] else 12
+        held = (6 * (dense + experts) + states * copied) / pipeline
         token = (2 * model.hidden * (model.layers / pipeline + _LAYER) + 12 * model.vocabulary) / tensor
         return float(context * (USED_GPU * self.gpu_bytes - held) / token)
 

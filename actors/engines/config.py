@@ -12,14 +12,17 @@ from pydantic import Field, field_validator, model_validator
 from headrace.actors.engines.registry import address
 from headrace.buffer.primitives.sections import Section
 from headrace.policies.learners.simulated import SimulatedEnginesConfig
-from headrace.policies.sglang.server import OWN_OPTIONS
+from headrace.policies.sglang.server import OWN_ENVIRONMENT, OWN_OPTIONS, PASSED_PREFIXES
 
 DEVICE_OPTIONS: Final = {
     **dict.fromkeys(("--tp-size", "--tp", "--tensor-parallel-size"), "engines.tensor_parallel"),
     **dict.fromkeys(
-        ("--dp-size", "--dp", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes"),
-        "engines.count",
+        ("--dp-size", "--dp", "--data-parallel-size", "--attn-dp-size", "--enable-dp-attention"),
+        "engines.data_parallel",
     ),
+    **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), "engines.expert_parallel"),
+    # An engine is on one host.
+    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size", "--nnodes", "--node-rank"), "engines.tensor_parallel"),
     **dict.fromkeys(("--base-gpu-id", "--gpu-id-step", "--device"), "engines.device"),
 }
 """Options of SGLang that select devices, and the key to set instead."""
@@ -47,6 +50,19 @@ class SGLangSection(Section):
     the rollouts' traces. SGLang's environment needs OpenTelemetry's SDK and OTLP exporters for it."""
     arguments: tuple[str, ...] = ()
     """Additional options of sglang.launch_server; they override options that follow from other keys."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the servers: SGLANG_*, FLASHINFER_*, TORCHINDUCTOR_*, TRITON_*, NCCL_* and GLOO_*. The
+    last two are also taken from headrace's own environment, which these override."""
+
+    @field_validator("environment")
+    @classmethod
+    def _is_sglang_s(cls, given: dict[str, str]) -> dict[str, str]:
+        for name in given:
+            if not name.startswith(PASSED_PREFIXES):
+                raise ValueError(f"{name} is not one of {', '.join(f'{one}*' for one in PASSED_PREFIXES)}; remove it")
+            if name in OWN_ENVIRONMENT:
+                raise ValueError(f"{name} is set by headrace, whose health checks and clients rely on it; remove it")
+        return given
 
 
 class EnginesConfig(Section):
@@ -76,7 +92,13 @@ class EnginesConfig(Section):
     """Private file (mode 600) with the key of the attached servers and of the router; None for servers without one. The
     engines that the group starts have a key of their own, which the run makes."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of devices that one SGLang server uses."""
+    """Number of devices that one SGLang server uses, all on one host."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Number of groups into which a server's devices are divided for attention (SGLang's `enable_dp_attention`), each
+    with requests and caches of its own; it divides `tensor_parallel`. Replicas of a whole model are engines (`count`),
+    because a server with several takes no new weights."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Number of devices among which one server divides the experts of a layer; it divides `tensor_parallel`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of SGLang's weights; `auto` uses the model's."""
     gpu_memory_bytes: int | None = Field(default=None, ge=1 << 30)
@@ -135,6 +157,12 @@ class EnginesConfig(Section):
             raise ValueError(
                 "engines.attach and engines.router need real servers: set engines.backend to cpu instead of simulated"
             )
+        for name in ("data_parallel", "expert_parallel"):
+            if self.tensor_parallel % (size := getattr(self, name)):
+                raise ValueError(
+                    f"engines.{name} {size} does not divide engines.tensor_parallel {self.tensor_parallel}, the "
+                    "devices of one server: change either"
+                )
         if self.backend == "cpu" and self.count:
             if self.device != "cpu":
                 raise ValueError(

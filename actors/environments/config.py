@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -25,6 +25,10 @@ class EnvironmentKind(StrEnum):
     """Searches at a retriever, and an answer at the end."""
     RETAIL = "retail"
     """tau-bench's retail shop: tools on a database, and a simulated customer."""
+
+
+WITHOUT_SANDBOX: Final = (EnvironmentKind.SEARCH, EnvironmentKind.RETAIL)
+"""Environments whose rollouts boot no sandbox."""
 
 
 class EnvironmentSection(Section):

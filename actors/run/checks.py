@@ -11,10 +11,11 @@ from typing import Final
 
 from headrace.actors.agents.registry.config import AgentKind
 from headrace.actors.agents.registry.registry import make_agent
+from headrace.actors.derivation.host import this_host
 from headrace.actors.derivation.rules import facts_of, memory_problem
 from headrace.actors.derivation.terms import Terms
-from headrace.actors.engines.config import EnginesConfig
-from headrace.actors.engines.devices import needed_gpus, refuse_shared_gpus
+from headrace.actors.engines.config import EnginesConfig, Placement
+from headrace.actors.engines.devices import needed_gpus, refuse_missing_gpus, refuse_shared_gpus
 from headrace.actors.environments.registry import make_environment
 from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import RunConfig
@@ -38,6 +39,7 @@ from headrace.policies.models.qwen_config import QwenConfig, check_computable
 from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
+from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.gateway.http.placement import most_processes
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 
@@ -163,16 +165,14 @@ def check_slime(learner: LearnerConfig) -> None:
 
 
 def refuse_absent_sglang(engines: EnginesConfig) -> None:
-    """Raise ConfigError if the run would start SGLang servers and there is no environment for them."""
-    if engines.backend != "sglang" or not engines.count:
+    """Raise ConfigError if the run would start SGLang servers here and there is no environment for them."""
+    if engines.backend != "sglang" or not engines.count or engines.placement is Placement.RAY:
         return
     try:
-        find_python(engines.sglang.python)
+        find_python(engines.sglang.python, engines.device)
     except EngineStartFailed as error:
-        raise ConfigError(
-            f"engines.backend sglang: {error}, or set engines.sglang.python to another environment's Python, or "
-            "engines.backend to cpu"
-        ) from error
+        other = "" if engines.device == "cuda" else ", or set engines.sglang.python to another environment's Python"
+        raise ConfigError(f"engines.backend sglang: {error}{other}, or set engines.backend to cpu") from error
 
 
 MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
@@ -186,3 +186,23 @@ MACHINE_CHECKS: Final[tuple[Callable[[RunConfig], object], ...]] = (
     lambda config: require_namespaces() if config.sandbox.provider is SandboxKind.LOCAL else None,
 )
 """Checks of what this machine offers. Each raises ConfigError, NamespacesUnavailable or FolderRefused."""
+
+
+def absent_parts(config: RunConfig) -> tuple[str, ...]:
+    """Return the reasons why a run cannot start on this machine, which need not be the one that it is for."""
+
+    def check_gpus(config: RunConfig) -> None:
+        # A run asks Ray, once that has started.
+        if config.cluster.is_local:
+            refuse_missing_gpus(reserved_gpus(config), len(this_host().gpus))
+            return
+        gpus = sum(reserved_gpus(config).values())
+        raise ConfigError(f"{config.cluster.address} is asked at the submission for {gpus} GPUs, labels and folders")
+
+    absent = []
+    for check in (*MACHINE_CHECKS, check_gpus):
+        try:
+            check(config)
+        except (ConfigError, NamespacesUnavailable, FolderRefused) as error:
+            absent.append(str(error))
+    return tuple(absent)

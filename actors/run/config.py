@@ -23,7 +23,7 @@ from headrace.actors.agents.registry.config import AgentKind, AgentSection
 from headrace.actors.derivation import clocks
 from headrace.actors.derivation.rules import Derived, derive
 from headrace.actors.derivation.terms import Terms
-from headrace.actors.engines.config import EnginesConfig
+from headrace.actors.engines.config import EnginesConfig, Placement
 from headrace.actors.engines.registry import address
 from headrace.actors.environments.config import EnvironmentSection
 from headrace.actors.errors import ConfigError
@@ -55,6 +55,8 @@ from headrace.serve.tracing.telemetry import TelemetrySection
 FORMAT: Final = 1
 """Number of the format of recorded configurations."""
 _RECORDED: Final = "recorded"
+PUBLISHED: Final = "published"
+"""Table of a recipe with the published values, which machine files take (`overlays`)."""
 
 
 class RunConfig(Section):
@@ -212,6 +214,23 @@ def weights_fit_the_devices(config: RunConfig) -> str | None:
     return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
 
 
+def engines_are_where_ray_places_them(config: RunConfig) -> str | None:
+    engines = config.engines
+    if engines.is_simulated or not engines.count:
+        return None
+    if engines.placement is Placement.RAY and config.cluster.is_local:
+        return (
+            "engines.placement ray spreads engines over the nodes of a cluster, and cluster.address is local; set "
+            "engines.placement to local, or cluster.address to a cluster"
+        )
+    if engines.placement is Placement.LOCAL and not config.cluster.is_local and engines.gpus:
+        return (
+            f"engines.placement local would reserve {engines.gpus} GPUs on the control node, for the engine group; "
+            "set engines.placement to ray, or leave it unset"
+        )
+    return None
+
+
 def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
     engines, host = config.engines, config.push.host
     if not is_loopback(host):
@@ -353,6 +372,7 @@ CHECKS = (
     batches_fit_the_ranks,
     turns_fit_the_engines,
     weights_fit_the_devices,
+    engines_are_where_ray_places_them,
     other_hosts_reach_the_sender,
     lambda config: clocks.problem(Terms.of(config)),
     rollouts_fit_the_sandboxes,
@@ -387,17 +407,24 @@ def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunCon
 
 
 def read_recipe(recipe: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the document of a recipe with `key.sub=value` overrides, unchecked. Raises ConfigError."""
-    try:
-        document = tomllib.loads(recipe.read_text(encoding="utf-8"))
-    except OSError as error:
-        hint = "name a recipe, e.g. one that `headrace init` wrote"
-        raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); {hint}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{recipe}: not valid TOML: {error}") from error
+    """Return the document of a recipe with `key.sub=value` overrides, unchecked, without what is published. Raises
+    ConfigError."""
+    document = read_file(recipe)
+    document.pop(PUBLISHED, None)
     for override in overrides:
         apply_override(document, override)
     return document
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the document of a recipe or machine file, unchecked. Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "name a recipe, e.g. one that `headrace init` wrote"
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
 Tell: TypeAlias = Callable[[Iterable[Derived]], object]

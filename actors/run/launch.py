@@ -45,7 +45,7 @@ from headrace.actors.record.files.log_warnings import TerminalWarnings
 from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.run.changes import changed_document, journal_changes
-from headrace.actors.run.checks import MACHINE_CHECKS, check_parts, check_recipe_parts, reserved_gpus
+from headrace.actors.run.checks import absent_parts, check_parts, check_recipe_parts, reserved_gpus
 from headrace.actors.run.config import RunConfig, Tell, explain, of_record, recorded, resolve
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.run.progress import Progress, ProgressDisplay, starting
@@ -60,7 +60,6 @@ from headrace.actors.services.started import SERVICES_FOLDER, resolved, running_
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.tasks.task import write_tasks
-from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.sandboxes.host.child_environment import child_environment
 
 logger = logging.getLogger(__name__)
@@ -148,14 +147,8 @@ def dry_run(recipe: Path, on: Sequence[Path], overrides: Sequence[str]) -> DryRu
     check_recipe_parts(config)
     sets = TaskSets(config)
     tasks = (sum(1 for _ in sets.train()), sum(1 for _ in sets.heldout()))
-    absent = []
-    for check in MACHINE_CHECKS:
-        try:
-            check(config)
-        except (ConfigError, NamespacesUnavailable, FolderRefused) as error:
-            absent.append(str(error))
     origins = found.origins | {one.key: f"derived: {one.reason}" for one in derived}
-    return DryRun(config=config, origins=origins, derived=tuple(derived), tasks=tasks, absent=tuple(absent))
+    return DryRun(config=config, origins=origins, derived=tuple(derived), tasks=tasks, absent=absent_parts(config))
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:

@@ -29,6 +29,9 @@ class SamplingSection(Section):
     """Maximum number of tokens in one answer."""
     max_context_tokens: int = Field(default=256, ge=16)
     """Maximum number of tokens in one conversation, prompt and answers together."""
+    most_context_tokens: int | None = Field(default=None, ge=16)
+    """Most tokens that `max_context_tokens` is derived to be, where model and memory allow them; None for what agents
+    of the kind need."""
     max_sampled_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens sampled in one session over all its conversations; None for no limit."""
     train_truncated: bool = True

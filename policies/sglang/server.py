@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +42,13 @@ INHERITED = (
     *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "HF_HOME"),
 )
 INHERITED_PREFIXES = ("LC_", "NCCL_", "GLOO_")
+PASSED_PREFIXES = ("SGLANG_", "FLASHINFER_", "TORCHINDUCTOR_", "TRITON_", "NCCL_", "GLOO_")
+"""Beginnings of the variables that a recipe may give to servers."""
+OWN_ENVIRONMENT = {
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    # Longer than clients keep idle connections, else a call may use one that the server is just closing.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "300",
+}
 
 
 class SGLangServerConfig(ServerConfig):
@@ -59,6 +67,10 @@ class SGLangServerConfig(ServerConfig):
     """Maximum number of sequences decoded concurrently; None uses SGLang's default."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Number of processes, and devices, over which the model is split."""
+    data_parallel: int = Field(default=1, gt=0)
+    """Groups of these devices that compute attention for requests of their own."""
+    expert_parallel: int = Field(default=1, gt=0)
+    """Number of these devices among which the experts of a layer are divided."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the served weights; `auto` uses the model's."""
     report_times: bool = True
@@ -68,6 +80,8 @@ class SGLangServerConfig(ServerConfig):
     """OTLP/HTTP receiver to which the server sends spans of its requests (`--enable-trace`); empty for none."""
     arguments: tuple[str, ...] = ()
     """Additional options for sglang.launch_server; they override the others."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Additional environment variables of the server."""
     start_timeout_s: float = Field(default=180.0, gt=0)
     """Time limit from start to the first answer; on a CPU, imports take most of it."""
     stop_timeout_s: float = Field(default=10.0, gt=0)
@@ -102,7 +116,7 @@ class SGLangProcess(ServerProcess):
             raise EngineSettingsInvalid(f"engine {config.name}: {config.model} has no config.json")
         if config.port and is_taken(config.host, config.port):
             raise EngineSettingsInvalid(f"engine {config.name}: port {config.port} of {config.host} is taken")
-        python = find_python(config.python)
+        python = find_python(config.python, config.device)
         version = await installed_version(python)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
         options = (*self._key_options(), *server_arguments(config, self._port, version))
@@ -130,10 +144,15 @@ class SGLangProcess(ServerProcess):
         return url if await is_healthy(url) else None
 
 
-def find_python(named: Path | None) -> Path:
-    """Return the interpreter to start: the given one, or that of the installed environment. Raises EngineStartFailed
-    with instructions if there is none."""
-    python = named or environment_python()
+def find_python(named: Path | None, device: str) -> Path:
+    """Return the interpreter to start: the given one; on a CPU that of the installed environment, whose build has no
+    kernels for GPUs, and there this process's own. Raises EngineStartFailed with instructions if there is none."""
+    python = named or (environment_python() if device == "cpu" else Path(sys.executable))
+    if device == "cuda" and named is None and find_spec("sglang") is None:
+        raise EngineSettingsInvalid(
+            f"SGLang for CUDA is not in the environment of {sys.executable}: set engines.sglang.python (--python) to "
+            f"the interpreter of one that has it (`pip install sglang=={DEFAULT_VERSION}` in an environment of its own)"
+        )
     if python is None:
         raise EngineSettingsInvalid(
             f"SGLang {DEFAULT_VERSION} is not installed: run `python -m headrace.policies.sglang.installation`"
@@ -178,10 +197,17 @@ def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tup
         "--max-running-requests": config.max_running,
         "--context-length": config.max_context,
     }
+    if config.expert_parallel > 1:
+        options["--ep-size"] = config.expert_parallel
+    groups: tuple[str, ...] = ()
+    if config.data_parallel > 1:
+        # The older spelling is deprecated since 0.5.23.
+        old = ("--dp-size", str(config.data_parallel), "--enable-dp-attention")
+        groups = ("--attn-dp-size", str(config.data_parallel)) if release(version) >= (0, 5, 23) else old
     device = cpu_arguments(version) if config.device == "cpu" else ("--device", "cuda")
     times = ("--enable-metrics",) if config.report_times else ()
     traces = ("--enable-trace", "--otlp-traces-endpoint", config.traces_url) if config.traces_url else ()
-    return (*option_list(options), *device, *times, *traces, *config.arguments)
+    return (*option_list(options), *groups, *device, *times, *traces, *config.arguments)
 
 
 def cpu_arguments(version: str) -> tuple[str, ...]:
@@ -198,9 +224,7 @@ def cpu_arguments(version: str) -> tuple[str, ...]:
 
 def server_environment(config: SGLangServerConfig) -> dict[str, str]:
     """Return the server's environment: inherited variables, and settings that SGLang reads from the environment."""
-    settings = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
-    # Longer than clients keep idle connections, else a call may use one that the server is just closing.
-    settings |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
+    settings = OWN_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
     if config.device == "cpu":
         settings |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SHIMS)}
         settings |= {"TOKENIZERS_PARALLELISM": "false"}
@@ -214,7 +238,7 @@ def server_environment(config: SGLangServerConfig) -> dict[str, str]:
     inherited = {
         key: value for key, value in os.environ.items() if key in INHERITED or key.startswith(INHERITED_PREFIXES)
     }
-    return inherited | settings
+    return inherited | config.environment | settings
 
 
 def shares_of(cores: Iterable[int], ranks: int) -> str:

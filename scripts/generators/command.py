@@ -20,6 +20,7 @@ COMPARED = {
     "config": "generators.config",
     "metrics": "generators.metrics",
     "panel": "generators.panel",
+    "recipes": "generators.recipes",
 }
 """Modules whose `render` returns the files of a name by their paths."""
 GOLDEN = ("golden_config", "golden_ledger")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tomllib
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from aiohttp import web
 from benches.recipe import measure
 from rich.console import Console
 
+from headrace.actors.derivation.host import this_host
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.files.metrics import read_metrics
 from headrace.actors.record.files.run_directory import RunDirectory
@@ -28,11 +29,12 @@ from headrace.policies.miniatures import names
 from headrace.policies.miniatures.building import write
 from headrace.policies.miniatures.fitting import FitConfig
 from support import run_rig as rig
+from support.machine_files import MACHINES, MODELS, examples
+from support.published_models import described_model
 from support.scripted_service import ScriptedService, completion
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RECIPES = {path.stem: path for path in sorted((SCRIPTS / "recipes").glob("*.toml"))}
-MACHINES = {path.stem: path for path in sorted((SCRIPTS / "machines").glob("*.toml"))}
 MINIATURE = [name for name, path in RECIPES.items() if names.PREFIX in path.read_text()]
 """Recipes whose model is a miniature, which has the recipe's name."""
 SHORT = FitConfig(steps=40, batch_size=8, learning_rate=4e-3)
@@ -187,20 +189,38 @@ async def test_F14_the_report_of_a_run_names_a_slow_simulated_customer(
     assert report.services["user"].failures == 0
 
 
-def refused_by_slime(name: str, machine: str) -> AbstractContextManager[object]:
-    """Expect a refusal if a recipe has an objective that the machine's learner has not."""
-    if name in ("endless", "echo") and 'kind = "slime"' in MACHINES[machine].read_text():
-        return pytest.raises(ConfigError, match=r"learner\..* slime")
-    return nullcontext()
-
-
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", [*MINIATURE, "quickstart", "mix"])
-def test_a_recipe_that_needs_nothing_else_passes_its_dry_run(miniatures: None, name: str, machine: str) -> None:
-    with refused_by_slime(name, machine):
-        checked = dry_run(RECIPES[name], (MACHINES[machine],), ())
-        assert min(checked.tasks) > 0
-        assert MACHINES[machine].name in checked.origins.values()
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_passes_its_dry_run_on_every_machine(
+    miniatures: None, tmp_path: Path, name: str, machine: str
+) -> None:
+    on, published = MACHINES[machine], tomllib.loads(RECIPES[name].read_text()).get("published", {})
+    given = [*examples(on), f"agent.program.folder={tmp_path}"]
+    if machine != "cpu":
+        model = described_model(tmp_path, MODELS.get(machine, "Qwen3-4B"))
+        given.append(f"model.path={model}")
+    elif name == "simulated":
+        given.append(f"model.path={SCRIPTS / 'models' / 'tiny'}")
+    kind = tomllib.loads(on.read_text())["learner"]["kind"]
+    if kind in published.get("refused_by", ()) and machine != "cpu":
+        with pytest.raises(ConfigError, match=r"learner\..* slime"):
+            dry_run(RECIPES[name], (on,), given)
+        return
+    checked = dry_run(RECIPES[name], (on,), given)
+    assert min(checked.tasks) > 0
+    assert on.name in checked.origins.values()
+    sampling, rate = checked.config.sampling, checked.config.learner.learning_rate
+    if machine == "cpu":
+        assert f"{RECIPES[name].name} [published]" not in checked.origins.values()
+    elif name != "simulated":
+        assert rate <= 1e-6
+        most = published["sampling"]["most_context_tokens"]
+        assert min(most, 16_384) <= sampling.max_context_tokens <= most
+        assert {"source", "gpus"} <= published.keys()
+    asked = r"is asked at the submission for \d+ GPUs"
+    if checked.config.cluster.is_local:
+        asked = r"needs \d GPUs of its own .* offers 0" if machine != "cpu" and not this_host().gpus else ""
+    assert not asked or any(re.search(asked, reason) for reason in checked.absent)
 
 
 @pytest.mark.slow

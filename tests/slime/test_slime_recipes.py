@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.run.config import load_recipe, slime_terms
 from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import architectures, arguments
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from support import slime_rig as rig
+from support.machine_files import MODELS, SLIME, slime_terms_on
 from support.published_configs import write_published_config
 from support.slime_samples import options_of_slime, parsed_here
 
@@ -22,12 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests" / "golden" / "slime_options.json"
 FILES = {
     "Qwen3-4B": "qwen3-4B",
+    "Qwen3-8B": "qwen3-8B",
+    "Qwen3-32B": "qwen3-32B",
     "Qwen3-30B-A3B": "qwen3-30B-A3B",
     "Qwen3.6-35B-A3B": "qwen3.5-35B-A3B",
     "Qwen3.5-9B": "qwen3.5-9B",
     "Qwen3-Next-80B-A3B": "qwen3-next-80B-A3B",
     "GLM-4.7-Flash": "glm4.7-30B-A3B",
     "GLM-4.5-Air": "glm4.5-106B-A12B",
+    "GLM-4.7": "glm4.5-355B-A32B",
     "GLM-5": "glm5-744B-A40B",
     "DeepSeek-V3": "deepseek-v3",
     "MiniMax-M2": "minimax-m2",
@@ -41,16 +44,11 @@ def slime_dir() -> Path:
     return places[0]
 
 
-def terms_of(recipe: str, model: Path, run_dir: Path, *more: str) -> SlimeTerms:
+def terms_of(machine: str, model: Path, run_dir: Path, *more: str) -> SlimeTerms:
     places = rig.checkouts()
     assert places is not None
-    overrides = (
-        f"model.path={model}",
-        f"learner.slime.slime_dir={places[0]}",
-        f"learner.slime.megatron_dir={places[1]}",
-        *more,
-    )
-    return slime_terms(load_recipe(ROOT / "scripts" / "recipes" / recipe, overrides, run_dir))
+    checkouts = (f"learner.slime.slime_dir={places[0]}", f"learner.slime.megatron_dir={places[1]}")
+    return slime_terms_on(machine, model, run_dir, *checkouts, *more)
 
 
 def parsed(terms: SlimeTerms, *names: str, gpus: int = 1, environment: dict[str, str] | None = None) -> list[Any]:
@@ -68,15 +66,13 @@ def parsed(terms: SlimeTerms, *names: str, gpus: int = 1, environment: dict[str,
 
 
 @pytest.mark.usefixtures("slime_ray")
-@pytest.mark.parametrize(
-    ("recipe", "model", "layers"),
-    [("untested/slime_8gpu.toml", "Qwen3-4B", 36), ("untested/slime_64gpu.toml", "Qwen3.6-35B-A3B", 40)],
-)
-def test_slime_and_megatron_parse_a_recipe_for_gpus(tmp_path: Path, recipe: str, model: str, layers: int) -> None:
-    terms = terms_of(recipe, write_published_config(tmp_path / "model", model), tmp_path / "run")
+@pytest.mark.parametrize("machine", SLIME)
+def test_slime_and_megatron_parse_a_machine_file_for_gpus(tmp_path: Path, machine: str) -> None:
+    model = write_published_config(tmp_path / "model", MODELS.get(machine, "Qwen3-4B"))
+    terms = terms_of(machine, model, tmp_path / "run")
     section = terms.learner.slime
-    names = ("world_size", "tensor_model_parallel_size", "sequence_parallel", "num_layers")
-    assert parsed(terms, *names) == [section.gpus, section.tensor_parallel, True, layers]
+    names = ("world_size", "tensor_model_parallel_size", "sequence_parallel")
+    assert parsed(terms, *names) == [section.gpus, section.tensor_parallel, True]
     environment = arguments.environment(section)
     del environment["CUDA_DEVICE_MAX_CONNECTIONS"]
     with pytest.raises(LearnerSettingsInvalid, match="variable CUDA_DEVICE_MAX_CONNECTIONS to 1"):
@@ -89,7 +85,7 @@ def test_every_error_of_the_parser_names_its_flag(tmp_path: Path) -> None:
 
     def refusal(*more: str, gpus: int = 1) -> str:
         with pytest.raises(LearnerSettingsInvalid) as refused:
-            parsed(terms_of("untested/slime_64gpu.toml", model, tmp_path / "run", *more), gpus=gpus)
+            parsed(terms_of("64gpu", model, tmp_path / "run", *more), gpus=gpus)
         return str(refused.value)
 
     # What a learner on a node without GPUs would meet.
@@ -108,7 +104,7 @@ def test_the_file_of_a_published_model_is_found(tmp_path: Path, model: str, file
 
 def test_a_model_of_another_size_is_refused_with_the_one_that_fits(tmp_path: Path) -> None:
     model = write_published_config(tmp_path / "model", "Qwen3-4B")
-    terms = terms_of("untested/slime_8gpu.toml", model, tmp_path / "run", "learner.slime.model=qwen3-8B")
+    terms = terms_of("8gpu", model, tmp_path / "run", "learner.slime.model=qwen3-8B")
     with pytest.raises(LearnerSettingsInvalid) as refused:
         arguments.user_words(terms.learner, slime_dir())
     said = str(refused.value)

@@ -21,6 +21,21 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "rope_theta": 1_000_000,
         },
     ),
+    "Qwen3-8B": (
+        "Qwen3Config",
+        {"intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8, "rope_theta": 1_000_000},
+    ),
+    "Qwen3-32B": (
+        "Qwen3Config",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "rope_theta": 1_000_000,
+        },
+    ),
     "Qwen3-30B-A3B": (
         "Qwen3MoeConfig",
         {"num_hidden_layers": 48, "head_dim": 128, "rope_theta": 1_000_000},
@@ -30,6 +45,17 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "Qwen3-Next-80B-A3B": ("Qwen3NextConfig", {"rope_theta": 10_000_000}),
     "GLM-4.7-Flash": ("Glm4MoeLiteConfig", {"rope_theta": 1_000_000}),
     "GLM-4.5-Air": ("Glm4MoeConfig", {"rope_theta": 1_000_000}),
+    "GLM-4.7": (
+        "Glm4MoeConfig",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 92,
+            "n_routed_experts": 160,
+            "moe_intermediate_size": 1536,
+            "rope_theta": 1_000_000,
+        },
+    ),
     "GLM-5": ("GlmMoeDsaConfig", {"rope_theta": 1_000_000}),
     "DeepSeek-V3": ("DeepseekV3Config", {}),
     "MiniMax-M2": ("MiniMaxM2Config", {}),

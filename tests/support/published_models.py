@@ -18,6 +18,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-4B": _QWEN3
     | _HEADS
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen3-8B": _QWEN3
+    | _HEADS
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    | {"tie_word_embeddings": False},
+    "Qwen3-32B": _QWEN3
+    | _HEADS
+    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+    | {"tie_word_embeddings": False},
     "Qwen3-30B-A3B": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -93,6 +101,8 @@ MODELS: dict[str, dict[str, Any]] = {
 PARAMETERS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen2.5-0.5B": 494_032_768,
     "Mixtral-8x7B": 46_702_809_088,

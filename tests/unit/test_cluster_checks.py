@@ -69,11 +69,28 @@ def test_two_control_nodes_are_refused_with_their_addresses() -> None:
 
 
 def test_resources_that_no_node_of_the_role_has_are_refused() -> None:
-    bundles = {"a rollout unit": Bundle(role=NodeRole.ROLLOUT, cpus=3, memory_bytes=4)}
+    bundles = {"a rollout unit": [Bundle(role=NodeRole.ROLLOUT, cpus=3, memory_bytes=4)]}
     nodes = [node("a", "control", cpus=64), node("b", "work")]
     with pytest.raises(CannotBePlaced, match="a rollout unit needs 3 CPU"):
         refuse_too_large(nodes, LABELS, bundles)
     refuse_too_large([*nodes, node("c", "work", cpus=3)], LABELS, bundles)
+
+
+def test_gpus_that_the_nodes_of_a_role_do_not_have_at_once_are_refused_with_both_sums() -> None:
+    def one(gpus: float, role: NodeRole = NodeRole.ROLLOUT) -> Bundle:
+        return Bundle(role=role, cpus=0, gpus=gpus)
+
+    nodes = [node("a", "control"), node("b", "work", gpus=8), node("c", "work", gpus=8)]
+    fits = {"an engine": [one(2)] * 5, "a node of slime": [one(6)], "a unit": [one(0)]}
+    refuse_too_large(nodes, LABELS, fits)
+    sums = r"needs 18 GPUs .*headrace/role=work \(an engine: 6 x 2, a node of slime: 1 x 6\), which have 16 \(8 \+ 8\)"
+    with pytest.raises(CannotBePlaced, match=sums):
+        refuse_too_large(nodes, LABELS, fits | {"an engine": [one(2)] * 6})
+    # Together there are enough of them, but no node has room for the third.
+    with pytest.raises(CannotBePlaced, match=r"needs 15 GPUs .*which have 16"):
+        refuse_too_large(nodes, LABELS, {"an engine": [one(5)] * 3})
+    with pytest.raises(CannotBePlaced, match=r"the engine group needs 1 GPU, which no node .*role=control"):
+        refuse_too_large(nodes, LABELS, {"the engine group": [one(1, NodeRole.CONTROL)]})
 
 
 @pytest.mark.parametrize(
@@ -89,7 +106,7 @@ def test_resources_that_no_node_of_the_role_has_are_refused() -> None:
         ({"marker": "another"}, "cluster.storage /mnt/shared is not the same folder there"),
         ({"missing": ("/models/qwen",)}, "/models/qwen does not exist there"),
         ({"node": node("10.0.0.12", "work", gpus=8)}, "GPUs that they have not reserved.*OVERRIDE_ON_ZERO=1"),
-        ({"state_problem": "cluster.state: /state is on NFS"}, "/state is on NFS"),
+        ({"problem": "cluster.state: /state is on NFS"}, "/state is on NFS"),
     ],
 )
 def test_a_node_that_differs_is_named(found: dict[str, Any], problem: str) -> None:

@@ -51,7 +51,11 @@ def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one()
     [
         ("quickstart", ["learner.critic.gamma=0.9"], "learner.critic has no effect with objective grpo"),
         ("quickstart", ["learner.objective=ppo", "learner.ranks=2"], "ranks is 2: set learner.ranks to 1"),
-        ("untested/slime_8gpu", ["learner.objective=ppo"], 'learner.objective "ppo" is not one of slime\'s'),
+        (
+            "claude_code",
+            ["learner.kind=slime", "learner.objective=ppo"],
+            'learner.objective "ppo" is not one of slime\'s',
+        ),
         ("quickstart", ["learner.objective=ppo", "learner.correction=weights"], "corrected twice"),
     ],
 )

@@ -23,6 +23,7 @@ from headrace.actors.run.launch import RunRequest, dry_run, prepare, reopen
 from headrace.actors.run.overlays import layered
 from headrace.policies.models import tiny
 from headrace.policies.models.facts import ModelFacts
+from support.machine_files import examples
 from support.published_models import MODELS, described_model
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -43,11 +44,12 @@ def reason(document: dict[str, Any], host: Host, key: str) -> str:
 def recipe(model: Path, agent: str = "shell", machine: str = "") -> dict[str, Any]:
     text = model.parent / "recipe.toml"
     text.write_text(f'[model]\npath = "{model}"\n[agent]\nkind = "{agent}"\n')
-    return layered(text, [SCRIPTS / "machines" / machine] if machine else [], ()).document
+    on = [SCRIPTS / "machines" / machine] if machine else []
+    return layered(text, on, [one for path in on for one in examples(path)]).document
 
 
 def test_a_dense_4b_on_the_machine_file_of_eight_gpus(tmp_path: Path) -> None:
-    document = recipe(described_model(tmp_path, "Qwen3-4B"), "claude-code", "untested/8gpu.toml")
+    document = recipe(described_model(tmp_path, "Qwen3-4B"), "claude-code", "8gpu.toml")
     found = values(document, SMALL)
     assert found["sampling.max_context_tokens"] == 32_768 == found["learner.token_budget"]
     assert found["sampling.max_tokens_per_turn"] == 4096
@@ -61,7 +63,7 @@ def test_a_dense_4b_on_the_machine_file_of_eight_gpus(tmp_path: Path) -> None:
 
 
 def test_a_35b_mixture_of_experts_on_the_machine_file_of_64_gpus(tmp_path: Path) -> None:
-    document = recipe(described_model(tmp_path, "Qwen3.6-35B-A3B"), "claude-code", "untested/64gpu.toml")
+    document = recipe(described_model(tmp_path, "Qwen3.6-35B-A3B"), "claude-code", "64gpu.toml")
     found = values(document, SMALL)
     assert found["sampling.max_context_tokens"] == 98_304 == found["learner.token_budget"]
     assert (found["agent.program.max_turns"], found["learner.learning_rate"]) == (192, 1e-6)
@@ -152,7 +154,7 @@ def test_every_derived_key_is_a_key_with_a_rule_that_says_why() -> None:
 
 
 def test_each_source_has_values_for_its_own_agent(tmp_path: Path) -> None:
-    document = recipe(described_model(tmp_path, "Qwen3-4B"), "loop", "untested/64gpu.toml")
+    document = recipe(described_model(tmp_path, "Qwen3-4B"), "loop", "64gpu.toml")
     own = {"kind": "claude-code"}
     document["tasks"] = {"sources": [{"name": "a", "share": 0.5}, {"name": "b", "share": 0.5, "agent": own}]}
     found = {one.key: one.value for one in derive(document, RunConfig, host=EIGHT)}
@@ -193,8 +195,8 @@ def test_values_of_a_wrong_type_are_refused_by_their_own_key(tmp_path: Path, tex
     [
         ("Qwen3-4B", "", SMALL, "learner 16 and engines 8: 4.0B parameters need 97 GB, this host has 24 GB"),
         ("Qwen3-4B", "", SMALL, "at most 0.75B; use learner.kind slime on GPUs"),
-        ("Qwen3.6-35B-A3B", "untested/8gpu.toml", SMALL, "34.6B parameters do not fit in 80 GB of GPU memory"),
-        ("Qwen3-30B-A3B", "untested/8gpu_megatron.toml", SMALL, "30.5B parameters do not fit in 80 GB of GPU memory"),
+        ("Qwen3.6-35B-A3B", "8gpu.toml", SMALL, "34.6B parameters do not fit in 80 GB of GPU memory"),
+        ("Qwen3-30B-A3B", "8gpu_megatron.toml", SMALL, "30.5B parameters do not fit in 80 GB of GPU memory"),
     ],
 )
 def test_a_model_that_is_too_large_is_refused_with_what_fits(
@@ -212,7 +214,7 @@ def test_a_model_that_is_too_large_is_refused_with_what_fits(
 @pytest.mark.parametrize(("name", "machine"), [("Qwen3-4B", "8gpu"), ("Qwen3.6-35B-A3B", "64gpu"), ("Qwen3-0.6B", "")])
 def test_a_model_that_fits_is_not_refused(tmp_path: Path, name: str, machine: str) -> None:
     model = described_model(tmp_path, name)
-    document = recipe(model, machine=f"untested/{machine}.toml" if machine else "")
+    document = recipe(model, machine=f"{machine}.toml" if machine else "")
     derive(document, RunConfig, host=SMALL)
     assert memory_problem(Terms(document, RunConfig, ModelFacts.read(model), SMALL)) is None
 

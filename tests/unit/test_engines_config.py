@@ -26,7 +26,7 @@ from headrace.actors.run.run_status import status_of
 from headrace.policies.engine import EngineId
 from headrace.policies.processes.server_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
-from headrace.policies.sglang.server import SGLangProcess
+from headrace.policies.sglang.server import SGLangProcess, server_arguments, server_environment
 from headrace.serve.tracing.telemetry import TelemetryConfig
 
 QUIET = ActorTelemetry(config=TelemetryConfig(), run_dir=None)
@@ -44,6 +44,13 @@ RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
         ({"device": "cuda"}, "set engines.backend to sglang"),
         ({"tensor_parallel": 2}, "needs SGLang"),
         ({"dtype": "float16"}, "needs SGLang"),
+        ({"backend": "sglang", "expert_parallel": 4, "tensor_parallel": 6}, "expert_parallel 4 does not divide"),
+        (
+            {"backend": "sglang", "data_parallel": 4, "tensor_parallel": 2},
+            "data_parallel 4 does not divide engines.tensor_parallel 2",
+        ),
+        ({"sglang": {"environment": {"LD_PRELOAD": "x"}}}, r"LD_PRELOAD is not one of SGLANG_\*, FLASHINFER_\*"),
+        ({"sglang": {"environment": {"SGLANG_TIMEOUT_KEEP_ALIVE": "5"}}}, "is set by headrace"),
         ({"backend": "simulated", "attach": ["http://h:1"]}, "set engines.backend to cpu"),
     ],
 )
@@ -95,6 +102,34 @@ def test_sglang_servers_receive_the_configured_settings(tmp_path: Path) -> None:
     config = process._config
     assert (config.dtype, config.seed, config.host) == ("bfloat16", 7, "10.0.0.1")
     assert config.arguments == ("--enable-metrics",)
+
+
+@pytest.mark.parametrize(
+    ("version", "groups"),
+    [("0.5.23", ("--attn-dp-size", "8")), ("0.5.21", ("--dp-size", "8", "--enable-dp-attention"))],
+)
+def test_groups_of_attention_and_experts_reach_the_server_and_add_no_devices(
+    version: str, groups: tuple[str, ...], tmp_path: Path
+) -> None:
+    sizes = {"tensor_parallel": 8, "data_parallel": 8, "expert_parallel": 8}
+    variables = {
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        "FLASHINFER_WORKSPACE_BASE": "/tmp/f",
+        "TORCHINDUCTOR_CACHE_DIR": "/c",
+    }
+    given = {"backend": "sglang", "device": "cuda", "count": 2, **sizes, "sglang": {"environment": variables}}
+    config = EnginesConfig.model_validate(given)
+    assert config.gpus == 16
+    process = server_process(config, plan_in(tmp_path))
+    assert isinstance(process, SGLangProcess)
+    words = server_arguments(process._config, 1, version)
+    start = words.index(groups[0])
+    assert words[start : start + len(groups)] == groups
+    assert words[words.index("--tp-size") + 1] == words[words.index("--ep-size") + 1] == "8"
+    assert variables.items() <= server_environment(process._config).items()
+    plain = server_process(EnginesConfig.model_validate({"backend": "sglang"}), plan_in(tmp_path))
+    assert isinstance(plain, SGLangProcess)
+    assert not {"--attn-dp-size", "--ep-size"} & set(server_arguments(plain._config, 1, version))
 
 
 def test_push_deadlines_reach_the_engines(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ TEXTS = frozenset(
         *("sandbox.remote.urls", "sandbox.simulated.images", "sandbox.simulated.slowdowns.name"),
         *("sandbox.simulated.slowdowns.tool", "sandbox.pool.warm", "buffer.rule"),
         *("engines.simulated.slowdowns.name", "engines.simulated.slowdowns.tool", "engines.attach", "engines.router"),
-        *("push.host", "telemetry.recipe", "telemetry.page", "tasks.sources.name"),
+        *("learner.slime.model", "push.host", "telemetry.recipe", "telemetry.page", "tasks.sources.name"),
         *("services.url", "services.engine.dtype", "services.model"),
         *("cluster.address", "cluster.roles.control", "cluster.roles.rollout", "cluster.roles.engine"),
         "cluster.roles.learner",

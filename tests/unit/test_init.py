@@ -21,6 +21,7 @@ from headrace.actors.run.launch import dry_run
 from headrace.buffer.tasks.datasets.terminal import Split, generate
 from headrace.buffer.tasks.task import load_tasks, write_tasks
 from support.harbor_tasks import verdict_tasks
+from support.machine_files import MACHINES, examples
 from support.published_models import described_model
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -33,15 +34,16 @@ def init(folder: Path, *options: str) -> Result:
 
 def made(folder: Path, model: Path, agent: str, machine: str, tasks: str = "generated") -> dict[str, Any]:
     """Derived values by their keys, of a recipe that was written, is short, and passes the dry run."""
-    done = init(folder, "--model", str(model), "--agent", agent, "--tasks", tasks, "--machine", machine)
+    known = examples(MACHINES[machine]) if machine in MACHINES else []
+    options = ("--model", str(model), "--agent", agent, "--tasks", tasks, "--machine", machine)
+    done = init(folder, *options, *(word for one in known for word in ("--set", one)))
     assert done.exception is None, done.exception
     document = json.loads((folder / "out.json").read_text())
     recipe = folder / "recipe.toml"
     text = recipe.read_text()
     assert len(text.splitlines()) <= 20
     assert document["command"] in text
-    on = list(SCRIPTS.rglob(f"machines/**/{machine}.toml"))
-    checked = dry_run(recipe, on, ())
+    checked = dry_run(recipe, [MACHINES[machine]] if machine in MACHINES else [], known)
     assert list(checked.absent) == document["absent"]
     for one in checked.derived:
         assert one.line in done.stderr.splitlines()
@@ -93,7 +95,7 @@ def test_harbor_folders_are_converted_and_split(tmp_path: Path) -> None:
     [
         ({}, r"--model is missing, and there is no terminal to ask for it: add --model VALUE"),
         ({"model": "nowhere"}, r"nowhere has no config\.json; set it to a Hugging Face model directory"),
-        ({"machine": "cray"}, r"--machine cray: no such file; name one, or cpu, 64gpu, 8gpu, 8gpu_megatron, or this"),
+        ({"machine": "cray"}, r"--machine cray: no such file; name one, or 4gpu, 64gpu, 8gpu, .*, or this"),
         ({"tasks": "nothing.jsonl"}, r"--tasks nothing\.jsonl: no such file or folder; name one, or generated"),
         (
             {"heldout": "a.jsonl"},

@@ -1,4 +1,4 @@
-"""The command lines of the recipes for slime, against the recorded options of its parser (`golden/`)."""
+"""The command lines of the machine files for slime, against the recorded options of its parser (`golden/`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NoReturn
 
 import pytest
 
-from headrace.actors.run.config import load_recipe, slime_terms
 from headrace.policies.learners.slime import arguments
+from support.machine_files import MODELS, SLIME, slime_terms_on
+from support.published_configs import write_published_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads((ROOT / "tests" / "golden" / "slime_options.json").read_text(encoding="utf-8"))
-RECIPES = sorted((ROOT / "scripts" / "recipes" / "untested").glob("slime_*.toml"))
 REFUSED_EARLY = {"--debug-rollout-only", "--load-debug-rollout-data"}
 """Refused flags that slime parses before its main parser."""
 TYPES = {"int": int, "float": float}
@@ -37,9 +37,10 @@ def parser() -> Strict:
     return parser
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_slime_has_every_flag_of_a_recipe(parser: Strict, tmp_path: Path, recipe: Path) -> None:
-    given = slime_terms(load_recipe(recipe, (), tmp_path / "run"))
+@pytest.mark.parametrize("machine", SLIME)
+def test_slime_has_every_flag_of_a_machine_file(parser: Strict, tmp_path: Path, machine: str) -> None:
+    model = write_published_config(tmp_path / "model", MODELS.get(machine, "Qwen3-4B"))
+    given = slime_terms_on(machine, model, tmp_path / "run")
     assert arguments.problem(given) is None
     ours = [word for flag in arguments.flags(given, load=tmp_path) for word in flag.words]
     _, unknown = parser.parse_known_args([*given.learner.slime.arguments, *ours])

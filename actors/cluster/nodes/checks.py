@@ -40,8 +40,8 @@ class Node:
 class NodeFacts:
     """What a probe found on one node. `clock_s` is the node's clock minus that of the asking process; `marker` is the
     content of the file that the asking process wrote to the storage; `hides_gpus` is True if a process that has
-    reserved no GPU sees none; `missing` has the paths that do not exist; `state_problem` says what is wrong with the
-    state folder, on the control node."""
+    reserved no GPU sees none; `missing` has the paths that do not exist; `problem` says what is wrong with the state
+    folder, on the control node, or with SGLang, on an engine node."""
 
     node: Node
     has_token_auth: bool
@@ -52,7 +52,7 @@ class NodeFacts:
     marker: str
     hides_gpus: bool
     missing: tuple[str, ...] = ()
-    state_problem: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,44 @@ def refuse_absent_roles(nodes: Sequence[Node], labels: Mapping[NodeRole, str]) -
             )
 
 
-def refuse_too_large(nodes: Sequence[Node], labels: Mapping[NodeRole, str], bundles: Mapping[str, Bundle]) -> None:
-    """Raise CannotBePlaced if a bundle (by its name) is larger than every node of its role, in total resources."""
-    for name, bundle in bundles.items():
-        label = labels[bundle.role]
-        if not any(_holds(node, bundle) for node in nodes if node.role == label):
+def refuse_too_large(
+    nodes: Sequence[Node], labels: Mapping[NodeRole, str], bundles: Mapping[str, Sequence[Bundle]]
+) -> None:
+    """Raise CannotBePlaced if a bundle (by the name of its kind) is larger than every node of its role, in total
+    resources, or if the GPUs of the nodes do not hold all bundles at once."""
+    for name, several in bundles.items():
+        for bundle in several[:1]:
+            label = labels[bundle.role]
+            if not any(_holds(node, bundle) for node in nodes if node.role == label):
+                raise CannotBePlaced(
+                    f"{name} needs {bundle.described()}, which no node with the label {ROLE_LABEL}={label} has in all: "
+                    "add a larger node, or lower what the recipe reserves"
+                )
+    for label in dict.fromkeys(labels.values()):
+        kinds = {name: each for name, each in bundles.items() if each and labels[each[0].role] == label}
+        asked = [bundle.gpus for each in kinds.values() for bundle in each]
+        there = [node.gpus for node in nodes if node.role == label]
+        if not _fit(asked, there):
+            users = {name: each for name, each in kinds.items() if each[0].gpus}
+            parts = ", ".join(f"{name}: {len(each)} x {each[0].gpus:g}" for name, each in users.items())
+            have = " + ".join(f"{each:g}" for each in there)
             raise CannotBePlaced(
-                f"{name} needs {bundle.described()}, which no node with the label {ROLE_LABEL}={label} has in all: add "
-                "a larger node, or lower what the recipe reserves"
+                f"the run needs {sum(asked):g} GPUs on nodes with {ROLE_LABEL}={label} ({parts}), which have "
+                f"{sum(there):g} ({have}): add nodes, or lower engines.count, engines.tensor_parallel or "
+                "learner.slime.nodes"
             )
+
+
+def _fit(asked: Sequence[float], there: Sequence[float]) -> bool:
+    """Return True if GPUs that are reserved together fit on nodes: the largest first, each on the first that has
+    room."""
+    free = list(there)
+    for gpus in sorted(asked, reverse=True):
+        place = next((place for place, left in enumerate(free) if left >= gpus), None)
+        if place is None:
+            return False
+        free[place] -= gpus
+    return True
 
 
 def _holds(node: Node, bundle: Bundle) -> bool:
@@ -145,4 +174,4 @@ def _problem(fact: NodeFacts, versions: Versions, marker: str, storage: str) -> 
         return f"cluster.storage {storage} is not the same folder there: mount the same storage on all nodes"
     if fact.missing:
         return f"{fact.missing[0]} does not exist there: put it on the storage, or at this path on each node"
-    return fact.state_problem or None
+    return fact.problem or None

@@ -74,12 +74,19 @@ def marked(storage: Path) -> Iterator[tuple[Path, str]]:
 
 
 async def probe(
-    nodes: Sequence[Node], marker: Path, paths: Mapping[str, Sequence[str]], states: Mapping[str, str]
+    nodes: Sequence[Node],
+    marker: Path,
+    paths: Mapping[str, Sequence[str]],
+    states: Mapping[str, str],
+    sglang: Mapping[str, str],
 ) -> list[NodeFacts]:
-    """Probe all nodes at once. `paths` has the paths that must exist and `states` the state folder, by role. Raises
-    ConfigError for a node that does not answer."""
+    """Probe all nodes at once. By role, `paths` has the paths that must exist, `states` the state folder, and `sglang`
+    the device of SGLang where it must be installed. Raises ConfigError for a node that does not answer."""
     return await asyncio.gather(
-        *(_probe_one(node, marker, paths.get(node.role, ()), states.get(node.role, "")) for node in nodes)
+        *(
+            _probe_one(node, marker, list(paths.get(role, ())), states.get(role, ""), sglang.get(role, ""))
+            for node, role in ((node, node.role) for node in nodes)
+        )
     )
 
 
@@ -90,9 +97,9 @@ async def open_redis(head: Node) -> str:
     return str(found)
 
 
-async def _probe_one(node: Node, marker: Path, paths: Sequence[str], state: str) -> NodeFacts:
+async def _probe_one(node: Node, marker: Path, paths: list[str], state: str, sglang: str) -> NodeFacts:
     asked_s = time.time()
-    found = await _run_on(node, _probe_function(), str(marker), list(paths), state)
+    found = await _run_on(node, _probe_function(), str(marker), paths, state, sglang)
     offset_s = clock_offset_s(asked_s, time.time(), found.pop("time_s"))
     return NodeFacts(node=node, clock_s=offset_s, **found)
 
@@ -144,8 +151,8 @@ def open_redis_function() -> Callable[[], str]:
     return find_open_redis
 
 
-def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:
-    def find_facts(marker: str, paths: list[str], state: str) -> dict[str, Any]:
+def _probe_function() -> Callable[[str, list[str], str, str], dict[str, Any]]:
+    def find_facts(marker: str, paths: list[str], state: str, sglang: str) -> dict[str, Any]:
         import os
         import platform
         import time
@@ -158,7 +165,7 @@ def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:
             headrace_version = metadata.version("headrace")
         except metadata.PackageNotFoundError:
             headrace_version = ""
-        state_problem = ""
+        problem = ""
         if state and headrace_version:
             from headrace.buffer.errors import LedgerRefused
             from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_network
@@ -167,7 +174,15 @@ def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:
                 Path(state).mkdir(parents=True, exist_ok=True)
                 refuse_network(Path(state), filesystem_magic(Path(state)))
             except (OSError, LedgerRefused) as error:
-                state_problem = f"cluster.state: {error}"
+                problem = f"cluster.state: {error}"
+        if sglang and headrace_version:
+            from headrace.policies.errors import EngineStartFailed
+            from headrace.policies.sglang.server import find_python
+
+            try:
+                find_python(None, sglang)
+            except EngineStartFailed as error:
+                problem = str(error)
         found = Path(marker)
         return {
             "time_s": time.time(),
@@ -179,7 +194,7 @@ def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:
             "hides_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") == "",
             "marker": found.read_text() if found.exists() else "",
             "missing": tuple(path for path in paths if not Path(path).exists()),
-            "state_problem": state_problem,
+            "problem": problem,
         }
 
     return find_facts

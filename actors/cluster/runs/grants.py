@@ -67,7 +67,7 @@ FLAGS: Final = frozenset({"engines.sglang.arguments", "learner.slime.arguments"}
 """Keys with arguments of programs that run as Ray's user."""
 URLS: Final = frozenset({"telemetry.otlp_endpoint", "sandbox.e2b.api_url", "sandbox.e2b.sandbox_url"})
 """Keys with an address to which credentials in the environment of the nodes are sent, such as E2B_API_KEY."""
-CODE: Final = frozenset({"learner.slime.environment"})
+CODE: Final = frozenset({"learner.slime.environment", "engines.sglang.environment"})
 """Further keys that decide what runs as Ray's user. So does every file in a key that is not named above."""
 _SECRET: Final = re.compile(SECRET + NAME.pattern)
 _NUMBER: Final = re.compile(r"-\d+(\.\d+)?")

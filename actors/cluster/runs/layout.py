@@ -26,6 +26,7 @@ from headrace.actors.cluster.nodes.checks import (
 from headrace.actors.cluster.nodes.probe import living_nodes, marked, open_redis, probe, versions_here
 from headrace.actors.cluster.runs.grants import Rights
 from headrace.actors.cluster.runs.records import Build, Demands, Recipe, Submission
+from headrace.actors.engines.devices import local_gpus
 from headrace.actors.errors import ConfigError, RunMissing, RunRefused, RunUnknown
 from headrace.actors.record.files.logs import LogTerms
 from headrace.actors.record.files.run_directory import RunDirectory
@@ -81,9 +82,6 @@ def config_of(recipe: Recipe, terms: ClusterTerms, run_id: str, rights: Rights, 
     cluster["address"] = AUTO
     cluster.setdefault("roles", terms.roles.model_dump())
     cluster.setdefault("rollout_units", max(1, rollout_nodes))
-    engines = document.setdefault("engines", {})
-    if engines.get("backend") != "simulated":
-        engines.setdefault("placement", "ray")
     storage = terms.directory(run_id).storage
     # The model is looked at only once the rights allow its path.
     written = validated(copy.deepcopy(document), Path("recipe"), storage, reads=False)
@@ -113,13 +111,18 @@ async def check_cluster(config: RunConfig) -> None:
     refuse_absent_roles(nodes, labels)
     refuse_too_large(nodes, labels, _bundles(config))
     ours = [node for node in nodes if node.role in labels.values()]
-    paths = dict.fromkeys(labels.values(), [] if config.engines.is_simulated else [str(config.model.path)])
+    engines, model = config.engines, [] if config.engines.is_simulated else [str(config.model.path)]
+    paths, sglang = dict.fromkeys(labels.values(), model), dict[str, str]()
+    if engines.backend == "sglang" and NodeRole.ENGINE in labels:
+        label, python = labels[NodeRole.ENGINE], engines.sglang.python
+        sglang = {} if python else {label: engines.device}
+        paths[label] = [*model, str(python)] if python else model
     assert cluster.state is not None and cluster.storage is not None
     states = {labels[NodeRole.CONTROL]: str(cluster.state)}
     for head in (node for node in nodes if node.is_head):
         refuse_open_redis(head, await open_redis(head))
     with marked(cluster.storage) as (marker, content):
-        facts = await probe(ours, marker, paths, states)
+        facts = await probe(ours, marker, paths, states, sglang)
     refuse_unfit(facts, versions_here(), marker=content, storage=str(cluster.storage))
 
 
@@ -178,12 +181,18 @@ def _needed(config: RunConfig) -> dict[NodeRole, str]:
     return labels
 
 
-def _bundles(config: RunConfig) -> dict[str, Bundle]:
-    cluster = config.cluster
-    bundles = {"a rollout unit": cluster.unit_bundle, "the learner": cluster.learner_bundle(config.learner)}
+def _bundles(config: RunConfig) -> dict[str, list[Bundle]]:
+    """Return what the actors of a run reserve, by the name of one of each kind."""
+    cluster, engines, slime = config.cluster, config.engines, config.learner.slime
+    bundles = {
+        "a rollout unit": [cluster.unit_bundle] * cluster.rollout_units,
+        "the learner": [cluster.learner_bundle(config.learner)],
+        "the engine group": [Bundle(role=NodeRole.CONTROL, cpus=0, gpus=local_gpus(engines, config.push))],
+    }
+    if config.learner.kind == "slime":
+        bundles["a node of slime"] = [Bundle(role=NodeRole.LEARNER, cpus=0, gpus=slime.gpus_per_node)] * slime.nodes
     if NodeRole.ENGINE in _needed(config):
-        gpus = config.engines.tensor_parallel if config.engines.device == "cuda" else 0
-        bundles["an engine"] = Bundle(
-            role=NodeRole.ENGINE, cpus=config.engines.cpus, gpus=gpus, memory_bytes=config.engines.memory_bytes
-        )
+        gpus = engines.tensor_parallel if engines.device == "cuda" else 0
+        one = Bundle(role=NodeRole.ENGINE, cpus=engines.cpus, gpus=gpus, memory_bytes=engines.memory_bytes)
+        bundles["an engine"] = [one] * engines.count
     return bundles

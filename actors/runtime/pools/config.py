@@ -30,7 +30,8 @@ class SandboxKind(StrEnum):
 
 class RemoteSection(Section):
     urls: tuple[str, ...] = ()
-    """Base URLs of exec servers; boots are distributed among them."""
+    """Base URLs of exec servers; boots are distributed among them. `"file:/PATH"` of a file with one on each line, or
+    `"env:NAME"` of a variable with them, is read by the command that starts the run."""
     key_file: Path | None = None
     """File with the key shared by all servers, relative to the working directory."""
 

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from headrace.policies.errors import LearnerSettingsInvalid, ModelInvalid
 from headrace.policies.tokens.model_keys import read_language_keys
@@ -80,21 +80,17 @@ def differences(words: Sequence[str], config: Path) -> list[str]:
         sizes |= _DENSE_SIZES
     if "--multi-latent-attention" not in given:
         sizes |= _HEAD_SIZES
+    rope = keys.get("rope_parameters")
+    places = (keys, rope if isinstance(rope, Mapping) else {})
     found = []
     for flag, candidates in sizes.items():
-        wanted = _value(keys, candidates)
+        wanted = next((place[key] for key in candidates for place in places if place.get(key) is not None), None)
         if wanted is not None and flag in given and not _equal(given[flag], wanted):
             found.append(f"{flag} {given[flag]}, but {candidates[0]} is {json.dumps(wanted)}")
     untied = "--untie-embeddings-and-output-weights"
     if isinstance(tied := keys.get("tie_word_embeddings"), bool) and tied == (untied in given):
         found.append(f"{'' if tied else 'no '}{untied}, but tie_word_embeddings is {json.dumps(tied)}")
     return found
-
-
-def _value(keys: Mapping[str, Any], candidates: Sequence[str]) -> Any:
-    rope = keys.get("rope_parameters")
-    places = (keys, rope if isinstance(rope, Mapping) else {})
-    return next((place[key] for key in candidates for place in places if place.get(key) is not None), None)
 
 
 def _equal(word: str, wanted: object) -> bool:
