@@ -108,7 +108,7 @@ class PushJournal:
         return last
 
     def write_newest(self, snapshot: WeightsSnapshot) -> None:
-        record: dict[str, object] = {"version": str(snapshot.version)}
+        record: dict[str, object] = {"version": str(snapshot.version), "untrained": snapshot.untrained}
         if (directory := snapshot.directory) is not None:
             record["directory"] = {"path": str(directory.path), "digests": dict(directory.digests)}
         else:
@@ -148,13 +148,13 @@ class PushJournal:
 
 
 def _snapshot_of(record: dict[str, Any]) -> WeightsSnapshot:
-    version = PolicyVersion.parse(record["version"])
+    version, untrained = PolicyVersion.parse(record["version"]), tuple(map(str, record["untrained"]))
     if (directory := record.get("directory")) is not None:
         digests = {str(name): str(digest) for name, digest in directory["digests"].items()}
         held = WeightsDirectory(path=Path(directory["path"]), digests=digests)
-        return WeightsSnapshot(version=version, directory=held)
+        return WeightsSnapshot(version=version, directory=held, untrained=untrained)
     shards = [WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in record["shards"]]
-    return WeightsSnapshot(version=version, shards=tuple(shards))
+    return WeightsSnapshot(version=version, shards=tuple(shards), untrained=untrained)
 
 
 def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -28,10 +28,11 @@ from headrace.policies.cancellation import outlast
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, PushError, RequestInvalid, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push.compatibility import Agreement, check_fits, differing
+from headrace.policies.push.compatibility import Agreement, differing
 from headrace.policies.push.contract import EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
+from headrace.policies.push.fitting import check_fits
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, PushStep
 from headrace.policies.push.resuming import resume
 from headrace.policies.push.sender import SenderProcess
@@ -119,7 +120,7 @@ class PushExecution:
         self._paused_at_s: dict[EngineId, float] = {}
         self._infos: dict[EngineId, EngineInfo] = {}
         self._modes: dict[EngineId, PauseMode] = {}
-        self._fitting: set[Path] = set()
+        self._fitting: dict[Path, bool] = {}
         self._agreement = Agreement()
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
@@ -164,6 +165,7 @@ class PushExecution:
 
     async def _take(self, step: PushStep) -> None:
         handlers: dict[Phase, Callable[[PushStep, Failures], Coroutine[None, None, None]]] = {
+            Phase.PROBE: self._probe,
             Phase.FORM: self._form,
             Phase.BROADCAST: self._send,
             Phase.DISBAND: self._disband,
@@ -193,7 +195,6 @@ class PushExecution:
     async def _each(self, step: PushStep, failures: Failures) -> None:
         """Run a phase that consists of one call to each engine."""
         calls: dict[Phase, Callable[[SGLangEngine], Awaitable[None]]] = {
-            Phase.PROBE: self._probe,
             Phase.GATE: self._gate,
             Phase.PAUSE: self._pause,
             Phase.BEGIN: lambda engine: engine.begin_update(),
@@ -215,8 +216,15 @@ class PushExecution:
             for engine_id in step.engines:
                 tasks.create_task(one(engine_id))
 
-    async def _probe(self, engine: SGLangEngine) -> None:
-        """Read the engine's info, and check that it serves the snapshot's model."""
+    async def _probe(self, step: PushStep, failures: Failures) -> None:
+        """Read the engines' infos, and check that they serve the snapshot's model."""
+        await self._call_all(step, failures, self._read_info)
+        for engine_id in [name for name in step.engines if name not in failures.found]:
+            # Not within the limit of a phase, which is that of one call: this reads the headers of all files.
+            async with failures.of(engine_id, self._config.load_timeout_s):
+                await self._check_fits(engine_id)
+
+    async def _read_info(self, engine: SGLangEngine) -> None:
         info = self._infos[engine.engine_id] = await engine.info()
         mode = self._config.pause_mode
         if not info.version_spans and mode is not PauseMode.ABORT:
@@ -230,14 +238,26 @@ class PushExecution:
             mode = PauseMode.ABORT
         self._modes[engine.engine_id] = mode
         self._parts[engine.engine_id].ranks = info.ranks
-        model_dir = Path(info.model_path)
-        if not model_dir.is_absolute() or model_dir in self._fitting:
+
+    async def _check_fits(self, engine_id: EngineId) -> None:
+        model_dir = Path(self._infos[engine_id].model_path)
+        if not model_dir.is_absolute():
             return
-        try:
-            await asyncio.to_thread(check_fits, self._specs, model_dir)
-        except ModelInvalid as error:
-            raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
-        self._fitting.add(model_dir)
+        if model_dir not in self._fitting:
+            try:
+                self._fitting[model_dir] = await asyncio.to_thread(
+                    check_fits, self._specs, model_dir, untrained=self._snapshot.untrained
+                )
+            except ModelInvalid as error:
+                raise RequestInvalid(f"{engine_id} serves another model: {error}") from error
+        if self._fitting[model_dir]:
+            if self._groups is None:
+                raise RequestInvalid(
+                    f"{engine_id} would skip the experts of the snapshot: the files of its model {model_dir} have one "
+                    "tensor for each expert, the snapshot has all experts of a layer in one; set push.transport = "
+                    '"group", which sends them one by one, or let the learner export the names of the model\'s files'
+                )
+            self._groups.send_single_experts(engine_id)
 
     async def _gate(self, engine: SGLangEngine) -> None:
         # The load is read first: an engine in the middle of a step answers late, and the gate is not closed meanwhile.

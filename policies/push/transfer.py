@@ -37,6 +37,7 @@ from headrace.policies.errors import (
 )
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.fitting import single_experts
 from headrace.policies.push.machine import Blame, Failure
 from headrace.policies.push.sender import SenderProcess
 from headrace.policies.sglang.client import SGLangEngine
@@ -127,7 +128,12 @@ class Transfer:
         self._version = snapshot.version
         self._shards = [ShardTransfer(file=file, sender=sender) for file, sender in zip(files, senders, strict=True)]
         self._config = config
+        self._single_experts: set[EngineId] = set()
         self.sent_bytes = 0
+
+    def send_single_experts(self, engine_id: EngineId) -> None:
+        """Describe joined experts to this engine as one tensor for each matrix."""
+        self._single_experts.add(engine_id)
 
     async def load(self) -> None:
         """Load all shards into their senders, concurrently. Raises ModelInvalid for an unreadable shard, PushError for
@@ -285,7 +291,10 @@ class Transfer:
         assert shard.group is not None
         touched(engine.engine_id)
         async with failures.of(engine.engine_id, self._config.collective_timeout_s):
-            await engine.update(shard.loaded.buckets[index], group=shard.group.name, version=version)
+            bucket = shard.loaded.buckets[index]
+            if engine.engine_id in self._single_experts:
+                bucket = single_experts(bucket)
+            await engine.update(bucket, group=shard.group.name, version=version)
 
     async def _collective(
         self,

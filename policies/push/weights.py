@@ -81,11 +81,7 @@ def plan_buckets(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> tuple[Bu
 
 
 def describe(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> Bucket:
-    return Bucket(
-        names=tuple(names),
-        dtypes=tuple(specs[name].dtype for name in names),
-        shapes=tuple(specs[name].shape for name in names),
-    )
+    return Bucket.of({name: specs[name] for name in names})
 
 
 def split(flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +21,11 @@ from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen import Qwen, read_weights
 from headrace.policies.models.qwen_config import QwenConfig
+from headrace.policies.push import fitting
 from headrace.policies.push.contract import Gate
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
+from headrace.policies.tensors import TensorSpec
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.http.engines import EnginePool, join_pieces
@@ -205,6 +209,26 @@ async def test_a_snapshot_of_another_model_is_refused_before_any_change(
     for engine, part in zip(rig.engines.values(), report.engines, strict=True):
         assert "model.norm.weight: the snapshot has shape (7,), but the engine's model" in part.failure
         assert (await engine.info()).version in before
+
+
+async def test_a_slow_disk_of_a_served_model_fails_no_phase(
+    rig, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = fitting.read_specs, []
+
+    def slow(path: Path) -> dict[str, TensorSpec]:
+        reads.append(path)
+        time.sleep(2.5)
+        return read(path)
+
+    monkeypatch.setattr(fitting, "read_specs", slow)
+    # The engines serve one directory, which is written anew for this test.
+    (served,) = {Path((await engine.info()).model_path) for engine in rig.engines.values()}
+    os.utime(served / "model.safetensors")
+    for _ in range(2):
+        report = await rig.push(models[2], 9, phase_timeout_s=2.0)
+        assert report.updated == ("one", "two"), report
+    assert reads == [served / "model.safetensors"]
 
 
 async def test_a_push_report_contains_its_costs(rig, models: list[Path]) -> None:

@@ -15,9 +15,9 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineRefused, EngineTimeout, ModelInvalid
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
-from headrace.policies.push.compatibility import read_model_specs
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.disk import changed_file
+from headrace.policies.push.fitting import read_model_specs
 from headrace.policies.push.inspection import inspect_directory
 from headrace.policies.push.weights import read_snapshot
 
