@@ -67,16 +67,16 @@ class PushJournal:
         self._directory = directory
         self._pushes = directory / "pushes.jsonl"
         self._retention = retention
-        self._version, self._groups = "", 1
+        self._version = ""
         self.sent_to: set[EngineId] = set()
         """Engines to which the current push has sent tensors."""
 
-    def begin(self, snapshot: WeightsSnapshot, *, groups: int) -> None:
-        """Begin journalling a push of this snapshot, which forms `groups` process groups in each wave."""
+    def begin(self, snapshot: WeightsSnapshot) -> None:
+        """Begin journalling a push of this snapshot."""
         # Rotated only between pushes: a successor reads all lines of the last push from one file.
         if self._retention is not None and self._pushes.exists():
             RotatingFile(self._pushes, self._retention, keep_bytes=self._retention.log_bytes).rotate()
-        self._version, self._groups = str(snapshot.version), groups
+        self._version = str(snapshot.version)
         self.sent_to.clear()
 
     async def step(self, push_id: str, step: PushStep) -> None:
@@ -84,7 +84,7 @@ class PushJournal:
         if step.phase is Phase.BROADCAST:
             self.sent_to.update(step.engines)
         taken = {"wave": step.wave, "phase": step.phase, "attempt": step.attempt, "engines": step.engines}
-        self._append({"push_id": push_id, **taken, "version": self._version, "shards": self._groups})
+        self._append({"push_id": push_id, **taken, "version": self._version})
 
     def ended(self, report: PushReport) -> None:
         outcomes = {item.engine_id: item.outcome for item in report.engines}
@@ -103,8 +103,8 @@ class PushJournal:
                 # The furthest phase counts: a wave that lost an engine forms a new group, but its buckets were sent.
                 last.reached[engine_id] = max(last.reached.get(engine_id, phase), phase, key=ORDER.index)
                 if phase is Phase.FORM:
-                    names = [group_name(push_id, line["wave"], line["attempt"], n) for n in range(line["shards"])]
-                    last.groups[engine_id] = (*last.groups.get(engine_id, ()), *names)
+                    name = group_name(push_id, line["wave"], line["attempt"])
+                    last.groups[engine_id] = (*last.groups.get(engine_id, ()), name)
         return last
 
     def write_newest(self, snapshot: WeightsSnapshot) -> None:

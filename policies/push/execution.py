@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 async def push(
     snapshot: WeightsSnapshot,
     engines: Sequence[SGLangEngine],
-    senders: Sequence[SenderProcess],
+    sender: SenderProcess,
     gates: Gate,
     journal: Journal,
     config: PushConfig,
@@ -54,23 +54,23 @@ async def push(
     failed: Callable[[EngineId, str], None] = lambda *_: None,
     directories: SnapshotDirectories | None = None,
 ) -> PushReport:
-    """Push one snapshot: each of its files through its own sender, or, by disk, from its directory in `directories`
-    after the first sender has verified it. Engines `in_doubt` may hold mixed weights: they are
+    """Push one snapshot: through the sender, or, by disk, from its directory in `directories` after the sender has
+    verified it. Engines `in_doubt` may hold mixed weights: they are
     resumed only once they have all the new weights. `failed` is called with each quarantined engine and the reason, as
     soon as it is known. Without `directories`, which the transport by disk requires, a dispute between engines whose
     checksums cannot be compared with the snapshot's is decided against all of them.
 
-    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot load it, PushError when it is
-    not a valid snapshot. In these cases no engine has been changed."""
+    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when the sender cannot load it, PushError when it
+    has no tensors. In these cases no engine has been changed."""
     held = HeldGates(gates, config.gate_lease_s)
     transfer: Transfer | DiskTransfer
     if config.transport == "group":
-        transfer = Transfer(snapshot, senders, config)
+        transfer = Transfer(snapshot, sender, config)
     elif directories is None:
         raise PushError('push.transport "disk" needs a folder for the directories that engines read')
     else:
         directory = await directories.of(snapshot)
-        transfer = DiskTransfer(snapshot.version, directory, senders[0], directories.readers, config)
+        transfer = DiskTransfer(snapshot.version, directory, sender, directories.readers, config)
     execution = PushExecution(
         snapshot, engines, transfer, held, journal, config, in_doubt=in_doubt, failed=failed, directories=directories
     )
@@ -348,10 +348,9 @@ class PushExecution:
 
     async def _form(self, step: PushStep, failures: Failures) -> None:
         assert self._groups is not None
-        shards = range(len(self._snapshot.files))
-        names = [group_name(self.push_id, step.wave, step.attempt, shard) for shard in shards]
+        name = group_name(self.push_id, step.wave, step.attempt)
         layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
-        await self._groups.form(names, self._members(step), layout, failures)
+        await self._groups.form(name, self._members(step), layout, failures)
 
     async def _send(self, step: PushStep, failures: Failures) -> None:
         started_s = time.perf_counter()
