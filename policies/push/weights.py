@@ -73,18 +73,17 @@ class WeightSnapshot:
 def plan_buckets(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Split tensors, in an order of `arranged`, into buckets of at most `bucket_bytes` (a larger module has a bucket of
     its own)."""
-    buckets: list[Bucket] = []
-    names: list[str] = []
+    buckets: list[dict[str, TensorSpec]] = []
     filled = 0
-    for _, module in groupby(specs, key=module_of):
-        parts = list(module)
-        size_bytes = sum(specs[name].size_bytes for name in parts)
-        if names and filled + size_bytes > bucket_bytes:
-            buckets.append(describe(names, specs))
-            names, filled = [], 0
-        names += parts
+    for _, names in groupby(specs, key=module_of):
+        module = {name: specs[name] for name in names}
+        size_bytes = sum(spec.size_bytes for spec in module.values())
+        if not buckets or filled + size_bytes > bucket_bytes:
+            buckets.append({})
+            filled = 0
+        buckets[-1] |= module
         filled += size_bytes
-    return (*buckets, describe(names, specs)) if names else tuple(buckets)
+    return tuple(map(Bucket.of, buckets))
 
 
 def module_of(name: str) -> str:
@@ -101,10 +100,6 @@ def arranged(names: Iterable[str]) -> list[str]:
     for name in ordered:
         places.setdefault(module_of(name), len(places))
     return sorted(ordered, key=lambda name: places[module_of(name)])
-
-
-def describe(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> Bucket:
-    return Bucket.of({name: specs[name] for name in names})
 
 
 def split(flat: Tensor, bucket: Bucket) -> list[Tensor]:

@@ -23,29 +23,20 @@ from headrace.policies.sglang.versions import DIALECTS
 
 logger = logging.getLogger(__name__)
 
-REQUESTS: Final[Mapping[str, tuple[str, str]]] = {
-    "/generate": ("GenerateReqInput", "rid input_ids return_logprob extra_key sampling_params"),
-    "/abort_request": ("AbortReq", "rid"),
-    "/pause_generation": ("PauseGenerationReqInput", "mode"),
-    "/init_weights_update_group": (
-        "InitWeightsUpdateGroupReqInput",
-        "master_address master_port rank_offset world_size group_name backend",
-    ),
-    "/destroy_weights_update_group": ("DestroyWeightsUpdateGroupReqInput", "group_name"),
-    "/update_weights_from_distributed": (
-        "UpdateWeightsFromDistributedReqInput",
-        "names dtypes shapes group_name load_format flush_cache abort_all_requests weight_version",
-    ),
-    "/update_weights_from_tensor": (
-        "UpdateWeightsFromTensorReqInput",
-        "serialized_named_tensors flush_cache abort_all_requests weight_version",
-    ),
-    "/update_weights_from_disk": (
-        "UpdateWeightFromDiskReqInput",
-        "model_path flush_cache abort_all_requests weight_version",
-    ),
-    "/update_weight_version": ("UpdateWeightVersionReqInput", "new_version abort_all_requests"),
-    "/weights_checker": ("CheckWeightsReqInput", "action"),
+_OPTIONS: Final = "flush_cache abort_all_requests weight_version"
+REQUESTS: Final[Mapping[str, str]] = {
+    "/generate": "GenerateReqInput rid input_ids return_logprob extra_key sampling_params",
+    "/abort_request": "AbortReq rid",
+    "/pause_generation": "PauseGenerationReqInput mode",
+    "/init_weights_update_group": "InitWeightsUpdateGroupReqInput master_address master_port rank_offset world_size "
+    "group_name backend",
+    "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput group_name",
+    "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput names dtypes shapes group_name "
+    f"load_format {_OPTIONS}",
+    "/update_weights_from_tensor": f"UpdateWeightsFromTensorReqInput serialized_named_tensors {_OPTIONS}",
+    "/update_weights_from_disk": f"UpdateWeightFromDiskReqInput model_path {_OPTIONS}",
+    "/update_weight_version": "UpdateWeightVersionReqInput new_version abort_all_requests",
+    "/weights_checker": "CheckWeightsReqInput action",
 }
 """By route: the class of its requests, and the fields that the client sends."""
 VARIABLES: Final[Mapping[str, str]] = {
@@ -78,8 +69,8 @@ def check_sources(package: Path) -> None:
         fields = _fields(ast.parse((package / _REQUESTS_FILE).read_bytes()))
         lacking = [
             f"{kind}.{name} ({route})"
-            for route, (kind, names) in REQUESTS.items()
-            for name in names.split()
+            for route, (kind, *names) in ((route, text.split()) for route, text in REQUESTS.items())
+            for name in names
             if name not in fields.get(kind, ())
         ]
         lacking += [name for name, file in VARIABLES.items() if name not in (package / file).read_text("utf-8")]

@@ -10,8 +10,8 @@ from headrace.policies.sglang.sources import REQUESTS, VARIABLES
 def write_sglang_sources(package: Path) -> Path:
     """Write the classes of requests, the variables and no loader; return the package."""
     classes = [
-        f"class {kind}:\n" + "".join(f"    {name}: object\n" for name in names.split())
-        for kind, names in REQUESTS.values()
+        f"class {kind}:\n" + "".join(f"    {name}: object\n" for name in names)
+        for kind, *names in map(str.split, REQUESTS.values())
     ]
     (package / "srt" / "models").mkdir(parents=True)
     (package / "srt" / "managers").mkdir()
