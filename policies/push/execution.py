@@ -331,7 +331,8 @@ class PushExecution:
     async def _read_again(self, engine_id: EngineId, failures: Failures) -> None:
         """Have an engine, which is still paused, read the snapshot's directory, and count its checksums as a further
         vote."""
-        if self._directories is None:
+        # An engine that got joined experts one by one would skip them in a directory.
+        if self._directories is None or self._fitting.get(Path(self._infos[engine_id].model_path)):
             return
         try:
             path = (await self._directories.of(self._snapshot)).path
