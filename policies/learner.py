@@ -68,6 +68,9 @@ class WeightsSnapshot:
     version: PolicyVersion
     shards: tuple[WeightsShard, ...] = ()
     directory: WeightsDirectory | None = None
+    untrained: tuple[str, ...] = ()
+    """Prefixes of the model's parameters that the snapshot lacks because the learner does not train them, such as
+    `model.visual.`: engines keep theirs. Every other parameter of the model is in it."""
 
     def __post_init__(self) -> None:
         if self.shards and self.directory is not None:

@@ -39,6 +39,15 @@ class Bucket:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def of(cls, specs: Mapping[str, TensorSpec]) -> Bucket:
+        """Return the bucket of these tensors, in their order."""
+        return cls(
+            names=tuple(specs),
+            dtypes=tuple(spec.dtype for spec in specs.values()),
+            shapes=tuple(spec.shape for spec in specs.values()),
+        )
+
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(

@@ -98,7 +98,8 @@ def push_s(push: PushConfig, model_bytes: int) -> float:
     if push.transport == "disk":
         # The sender verifies the directory, then the engines of the wave read it concurrently, perhaps twice.
         return push.load_timeout_s + 2 * push.read_timeout_s + PUSH_PHASES * push.phase_timeout_s
-    buckets = max(1, -(-model_bytes // push.bucket_bytes))
+    # Two buckets in a row are larger than one may be, because a module is never divided.
+    buckets = max(1, -(-2 * model_bytes // push.bucket_bytes))
     transfers_s = (1 + buckets) * push.transfer_timeout_s
     return push.load_timeout_s + PUSH_PHASES * push.phase_timeout_s + transfers_s
 

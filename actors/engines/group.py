@@ -53,7 +53,7 @@ from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.machine import Phase
-from headrace.policies.push.sender import SenderConfig, Senders
+from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.sandboxes.host.key_files import make_key
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class EngineGroup:
         try:
             self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
             devices = plan_devices(self._config, self._push_config, visible_devices())
-            self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
+            self._sender = SenderProcess(SenderConfig(log_path=self._directory / "sender.log", devices=devices.sender))
             keys = EngineKeyFiles(own=self._key_file, attached=self._config.key_file)
             url = await self._stack.enter_async_context(receiver_of(self._config, tracing))
             context = replace(
@@ -125,7 +125,7 @@ class EngineGroup:
                 self._push_config,
                 self._fleet,
                 self._registry,
-                senders=self._senders,
+                sender=self._sender,
                 directories=directories,
                 gate=self._gate,
                 journal=self._journal,
@@ -142,7 +142,7 @@ class EngineGroup:
             )
             self._stack.push_async_callback(self._fleet.stop_all)
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._stack.enter_async_context(self._senders))
+                starting.create_task(self._stack.enter_async_context(self._sender))
                 starting.create_task(self._gather_engines())
             await self._catch_up()
             await self._publisher.publish()

@@ -67,16 +67,16 @@ class PushJournal:
         self._directory = directory
         self._pushes = directory / "pushes.jsonl"
         self._retention = retention
-        self._version, self._groups = "", 1
+        self._version = ""
         self.sent_to: set[EngineId] = set()
         """Engines to which the current push has sent tensors."""
 
-    def begin(self, snapshot: WeightsSnapshot, *, groups: int) -> None:
-        """Begin journalling a push of this snapshot, which forms `groups` process groups in each wave."""
+    def begin(self, snapshot: WeightsSnapshot) -> None:
+        """Begin journalling a push of this snapshot."""
         # Rotated only between pushes: a successor reads all lines of the last push from one file.
         if self._retention is not None and self._pushes.exists():
             RotatingFile(self._pushes, self._retention, keep_bytes=self._retention.log_bytes).rotate()
-        self._version, self._groups = str(snapshot.version), groups
+        self._version = str(snapshot.version)
         self.sent_to.clear()
 
     async def step(self, push_id: str, step: PushStep) -> None:
@@ -84,7 +84,7 @@ class PushJournal:
         if step.phase is Phase.BROADCAST:
             self.sent_to.update(step.engines)
         taken = {"wave": step.wave, "phase": step.phase, "attempt": step.attempt, "engines": step.engines}
-        self._append({"push_id": push_id, **taken, "version": self._version, "shards": self._groups})
+        self._append({"push_id": push_id, **taken, "version": self._version})
 
     def ended(self, report: PushReport) -> None:
         outcomes = {item.engine_id: item.outcome for item in report.engines}
@@ -103,12 +103,12 @@ class PushJournal:
                 # The furthest phase counts: a wave that lost an engine forms a new group, but its buckets were sent.
                 last.reached[engine_id] = max(last.reached.get(engine_id, phase), phase, key=ORDER.index)
                 if phase is Phase.FORM:
-                    names = [group_name(push_id, line["wave"], line["attempt"], n) for n in range(line["shards"])]
-                    last.groups[engine_id] = (*last.groups.get(engine_id, ()), *names)
+                    name = group_name(push_id, line["wave"], line["attempt"])
+                    last.groups[engine_id] = (*last.groups.get(engine_id, ()), name)
         return last
 
     def write_newest(self, snapshot: WeightsSnapshot) -> None:
-        record: dict[str, object] = {"version": str(snapshot.version)}
+        record: dict[str, object] = {"version": str(snapshot.version), "untrained": snapshot.untrained}
         if (directory := snapshot.directory) is not None:
             record["directory"] = {"path": str(directory.path), "digests": dict(directory.digests)}
         else:
@@ -148,13 +148,13 @@ class PushJournal:
 
 
 def _snapshot_of(record: dict[str, Any]) -> WeightsSnapshot:
-    version = PolicyVersion.parse(record["version"])
+    version, untrained = PolicyVersion.parse(record["version"]), tuple(map(str, record["untrained"]))
     if (directory := record.get("directory")) is not None:
         digests = {str(name): str(digest) for name, digest in directory["digests"].items()}
         held = WeightsDirectory(path=Path(directory["path"]), digests=digests)
-        return WeightsSnapshot(version=version, directory=held)
+        return WeightsSnapshot(version=version, directory=held, untrained=untrained)
     shards = [WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in record["shards"]]
-    return WeightsSnapshot(version=version, shards=tuple(shards))
+    return WeightsSnapshot(version=version, shards=tuple(shards), untrained=untrained)
 
 
 def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

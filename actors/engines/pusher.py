@@ -42,7 +42,7 @@ from headrace.policies.push.contract import EnginePush, Journal, PushConfig, Pus
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome, PushStep
-from headrace.policies.push.sender import Senders
+from headrace.policies.push.sender import SenderProcess
 from headrace.serve.tracing import span_names as names
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Pusher:
         fleet: Fleet,
         registry: EngineRegistry,
         *,
-        senders: Senders,
+        sender: SenderProcess,
         directories: SnapshotDirectories,
         gate: GatewayGate,
         journal: PushJournal,
@@ -143,7 +143,7 @@ class Pusher:
         self._config = config
         self._fleet = fleet
         self._registry = registry
-        self._senders = senders
+        self._sender = sender
         self._directories = directories
         self._gate = gate
         self._journal = journal
@@ -271,11 +271,8 @@ class Pusher:
     async def _push(
         self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, in_doubt: Sequence[EngineId]
     ) -> PushReport:
-        groups = 0 if self._config.transport == "disk" else len(snapshot.files)
-        self._journal.begin(snapshot, groups=groups)
+        self._journal.begin(snapshot)
         clients = [self._fleet[engine_id].client for engine_id in engines]
-        # By disk, one sender verifies the directory.
-        senders = self._senders.take(groups or 1)
 
         def failed(engine_id: EngineId, why: str) -> None:
             self._registry.quarantine(engine_id, f"push of {snapshot.version}: {why}", time.monotonic())
@@ -289,7 +286,7 @@ class Pusher:
                 report = await push(
                     snapshot,
                     clients,
-                    senders,
+                    self._sender,
                     self._gate,
                     span.step,
                     self._config,

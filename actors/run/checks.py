@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from headrace.actors.agents.registry.config import AgentKind
@@ -38,6 +39,7 @@ from headrace.policies.models.model_files import check_model_files
 from headrace.policies.models.qwen_config import QwenConfig, check_computable
 from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.sglang.server import find_python
+from headrace.policies.tokens.model_keys import read_language_keys
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.gateway.http.placement import most_processes
@@ -71,6 +73,7 @@ def check_recipe_parts(config: RunConfig) -> None:
         # Without any weights the rest is checked here, and the start of a run refuses it (`check_weights`).
         has_weights = any(config.model.path.glob("*.safetensors"))
         check_model_files(config.model.path, weights=has_weights)
+        refuse_quantised(config.model.path)
         ModelFacts.read(config.model.path)
         # SGLang and other learners check the architecture themselves.
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
@@ -90,6 +93,17 @@ def check_recipe_parts(config: RunConfig) -> None:
             check_agent(own)
     if config.learner.kind != "slime":
         check_objective(config.learner)
+
+
+def refuse_quantised(model_dir: Path) -> None:
+    """Raise ConfigError for a model with quantised weights, such as FP8."""
+    if quantised := read_language_keys(model_dir / "config.json").get("quantization_config"):
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"model.path: the weights of {model_dir} are quantised (quantization_config: {method}). Learners would "
+            "export them with scales, which pushes do not carry, or without, which engines cannot read in their place; "
+            "set it to the model in bfloat16"
+        )
 
 
 def check_weights(config: RunConfig) -> None:

@@ -51,8 +51,8 @@ from headrace.policies.learners.checkpoints import (
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.models.model_files import weight_files
-from headrace.policies.push.compatibility import check_fits, read_model_specs
 from headrace.policies.push.directories import description_files
+from headrace.policies.push.fitting import check_fits, read_model_specs, untrained_prefixes
 
 KEPT_WEIGHTS: Final = 2
 """Number of directories of named weights that are kept: the one being pushed and the one before it."""
@@ -194,7 +194,8 @@ class ExternalLearner:
         await asyncio.to_thread(self._folders.remove_old, {*self._named, version})
         files = weight_files(directory)
         shards = await asyncio.to_thread(lambda: tuple(WeightsShard.of(file) for file in files))
-        return WeightsSnapshot(version=version, shards=shards)
+        untrained = await asyncio.to_thread(self._folders.untrained, directory)
+        return WeightsSnapshot(version=version, shards=shards, untrained=untrained)
 
     async def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:
         """See `Learner.save`: let the trainer save its state, and keep all of its files as the checkpoint."""
@@ -426,7 +427,11 @@ class TrainerFolders:
             raise ModelInvalid(f"{directory} is no directory: write the files there before you name it")
         if links := [path for path in directory.rglob("*") if path.is_symlink()]:
             raise ModelInvalid(f"{links[0]} is a link: write the file itself")
-        check_fits(read_model_specs(directory), self._config.model_dir)
+        check_fits(read_model_specs(directory), self._config.model_dir, untrained=self.untrained(directory))
+
+    def untrained(self, directory: Path) -> tuple[str, ...]:
+        """Return the prefixes of the model's parameters that the trainer leaves out of its weights."""
+        return untrained_prefixes(read_model_specs(directory).keys(), self._config.model_dir)
 
     def stage(self, version: PolicyVersion) -> Path:
         """Copy a saved state to a staged checkpoint, and return it. Raises OSError, shutil.Error."""

@@ -12,6 +12,7 @@ snapshot, so that the directory is a Hugging Face model as well.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import shutil
@@ -34,9 +35,12 @@ from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
 from headrace.policies.learners.slime.arguments import SlimeTerms
+from headrace.policies.push.fitting import read_model_specs, untrained_prefixes
 
 if TYPE_CHECKING:
     from headrace.actors.training.slime_rank import SlimeRankStep
+
+logger = logging.getLogger(__name__)
 
 SLIME_STATE: Final = "slime"
 """Folder of a checkpoint with slime's own files."""
@@ -76,6 +80,7 @@ class SlimeTrainer:
         self._parallel: dict[str, int] = {}
         self._last_report: StepReport | None = None
         self._last_snapshot: WeightsSnapshot | None = None
+        self._untrained: tuple[str, ...] | None = None
         self.group = SlimeGroup(terms, load)
         try:
             self._check_restored()
@@ -122,7 +127,11 @@ class SlimeTrainer:
         digests = self._digests(final, sorted(file.name for file in final.iterdir() if file.is_file()))
         keep_newest_snapshots(root, KEPT_SNAPSHOTS)
         directory = WeightsDirectory(path=final, digests=digests)
-        self._last_snapshot = WeightsSnapshot(version=version, directory=directory)
+        if self._untrained is None:
+            self._untrained = untrained_prefixes(read_model_specs(final).keys(), self._config.model_dir)
+            if self._untrained:
+                logger.warning("slime does not export %s: engines keep their own", ", ".join(self._untrained))
+        self._last_snapshot = WeightsSnapshot(version=version, directory=directory, untrained=self._untrained)
         return self._last_snapshot
 
     def save(self, configuration: Mapping[str, Any] | None = None) -> CheckpointRef:

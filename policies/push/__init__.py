@@ -1,1 +1,1 @@
-"""Weight push: its phases, its execution, its senders and their transfers."""
+"""Weight push: its phases, its execution, its sender and transfers."""

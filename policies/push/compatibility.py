@@ -1,8 +1,6 @@
-"""Checks that a snapshot belongs to the model that an engine is serving, before anything is sent.
+"""Comparison of the checksums that engines report after a push.
 
 Invariants:
-- Only headers are read. If the engine's model directory is not readable from here, the engine checks the push itself.
-- Names and shapes must be equal; floating-point dtypes may differ, because engines convert them.
 - Only engines with the same parameter names, that is, of the same kind and size, are compared.
 - Checksums are compared with the snapshot's if the engine computes them in the same way, as the embedded engine does.
 - SGLang's cannot be: it fuses parameters (query, key and value; gate and up), splits them over its ranks, converts them
@@ -16,63 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from headrace.policies.engine import EngineId
-from headrace.policies.errors import ModelInvalid
-from headrace.policies.models.model_files import weight_files
 from headrace.policies.models.qwen_config import TIED_HEAD
-from headrace.policies.tensors import TensorSpec, read_specs
-from headrace.policies.tokens.model_keys import read_language_keys
-
-NAMED = 3
-"""Number of parameters listed in a message."""
-
-
-def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
-    """Raise ModelInvalid, naming both sides, if the engine's model directory contains another model or damaged files.
-    Checks nothing if the directory cannot be read."""
-    try:
-        if not (model_dir / "config.json").is_file():
-            return
-    except OSError:
-        # An attached engine, whose directory is not ours.
-        return
-    served = read_model_specs(model_dir)
-    if read_language_keys(model_dir / "config.json").get("tie_word_embeddings"):
-        # A tied head repeats the embedding; only some files contain it.
-        snapshot = without_head(snapshot)
-        served = without_head(served)
-    if missing := sorted(served.keys() - snapshot.keys()):
-        raise ModelInvalid(f"the snapshot lacks {_listed(missing)}, which the engine's model {model_dir} has")
-    if unknown := sorted(snapshot.keys() - served.keys()):
-        raise ModelInvalid(f"the snapshot has {_listed(unknown)}, which the engine's model {model_dir} lacks")
-    for name, spec in snapshot.items():
-        if spec.shape != served[name].shape:
-            raise ModelInvalid(
-                f"{name}: the snapshot has shape {spec.shape}, but the engine's model {model_dir} has "
-                f"{served[name].shape}"
-            )
-        if not served[name].pushable:
-            raise ModelInvalid(
-                f"{name}: the snapshot has dtype {spec.dtype}, but the engine's model {model_dir} has "
-                f"{served[name].dtype}: only floating-point weights are converted; serve the model unquantised"
-            )
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def without_head(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    return {name: spec for name, spec in specs.items() if name != TIED_HEAD}
-
-
-def read_model_specs(model_dir: Path) -> dict[str, TensorSpec]:
-    """Return every parameter in the safetensors files of a directory. Raises ModelInvalid naming the file."""
-    return {name: spec for path in weight_files(model_dir) for name, spec in read_specs(path).items()}
-
 
 Sums = tuple[tuple[str, str], ...]
 

@@ -28,10 +28,11 @@ from headrace.policies.cancellation import outlast
 from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, PushError, RequestInvalid, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push.compatibility import Agreement, check_fits, differing
+from headrace.policies.push.compatibility import Agreement, differing
 from headrace.policies.push.contract import EnginePush, Gate, Journal, PushConfig, PushReport
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
+from headrace.policies.push.fitting import check_fits
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, PushStep
 from headrace.policies.push.resuming import resume
 from headrace.policies.push.sender import SenderProcess
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 async def push(
     snapshot: WeightsSnapshot,
     engines: Sequence[SGLangEngine],
-    senders: Sequence[SenderProcess],
+    sender: SenderProcess,
     gates: Gate,
     journal: Journal,
     config: PushConfig,
@@ -53,23 +54,23 @@ async def push(
     failed: Callable[[EngineId, str], None] = lambda *_: None,
     directories: SnapshotDirectories | None = None,
 ) -> PushReport:
-    """Push one snapshot: each of its files through its own sender, or, by disk, from its directory in `directories`
-    after the first sender has verified it. Engines `in_doubt` may hold mixed weights: they are
+    """Push one snapshot: through the sender, or, by disk, from its directory in `directories` after the sender has
+    verified it. Engines `in_doubt` may hold mixed weights: they are
     resumed only once they have all the new weights. `failed` is called with each quarantined engine and the reason, as
     soon as it is known. Without `directories`, which the transport by disk requires, a dispute between engines whose
     checksums cannot be compared with the snapshot's is decided against all of them.
 
-    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot load it, PushError when it is
-    not a valid snapshot. In these cases no engine has been changed."""
+    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when the sender cannot load it, PushError when it
+    has no tensors. In these cases no engine has been changed."""
     held = HeldGates(gates, config.gate_lease_s)
     transfer: Transfer | DiskTransfer
     if config.transport == "group":
-        transfer = Transfer(snapshot, senders, config)
+        transfer = Transfer(snapshot, sender, config)
     elif directories is None:
         raise PushError('push.transport "disk" needs a folder for the directories that engines read')
     else:
         directory = await directories.of(snapshot)
-        transfer = DiskTransfer(snapshot.version, directory, senders[0], directories.readers, config)
+        transfer = DiskTransfer(snapshot.version, directory, sender, directories.readers, config)
     execution = PushExecution(
         snapshot, engines, transfer, held, journal, config, in_doubt=in_doubt, failed=failed, directories=directories
     )
@@ -119,7 +120,7 @@ class PushExecution:
         self._paused_at_s: dict[EngineId, float] = {}
         self._infos: dict[EngineId, EngineInfo] = {}
         self._modes: dict[EngineId, PauseMode] = {}
-        self._fitting: set[Path] = set()
+        self._fitting: dict[Path, bool] = {}
         self._agreement = Agreement()
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
@@ -164,6 +165,7 @@ class PushExecution:
 
     async def _take(self, step: PushStep) -> None:
         handlers: dict[Phase, Callable[[PushStep, Failures], Coroutine[None, None, None]]] = {
+            Phase.PROBE: self._probe,
             Phase.FORM: self._form,
             Phase.BROADCAST: self._send,
             Phase.DISBAND: self._disband,
@@ -193,7 +195,6 @@ class PushExecution:
     async def _each(self, step: PushStep, failures: Failures) -> None:
         """Run a phase that consists of one call to each engine."""
         calls: dict[Phase, Callable[[SGLangEngine], Awaitable[None]]] = {
-            Phase.PROBE: self._probe,
             Phase.GATE: self._gate,
             Phase.PAUSE: self._pause,
             Phase.BEGIN: lambda engine: engine.begin_update(),
@@ -215,8 +216,15 @@ class PushExecution:
             for engine_id in step.engines:
                 tasks.create_task(one(engine_id))
 
-    async def _probe(self, engine: SGLangEngine) -> None:
-        """Read the engine's info, and check that it serves the snapshot's model."""
+    async def _probe(self, step: PushStep, failures: Failures) -> None:
+        """Read the engines' infos, and check that they serve the snapshot's model."""
+        await self._call_all(step, failures, self._read_info)
+        for engine_id in [name for name in step.engines if name not in failures.found]:
+            # Not within the limit of a phase, which is that of one call: this reads the headers of all files.
+            async with failures.of(engine_id, self._config.load_timeout_s):
+                await self._check_fits(engine_id)
+
+    async def _read_info(self, engine: SGLangEngine) -> None:
         info = self._infos[engine.engine_id] = await engine.info()
         mode = self._config.pause_mode
         if not info.version_spans and mode is not PauseMode.ABORT:
@@ -230,14 +238,26 @@ class PushExecution:
             mode = PauseMode.ABORT
         self._modes[engine.engine_id] = mode
         self._parts[engine.engine_id].ranks = info.ranks
-        model_dir = Path(info.model_path)
-        if not model_dir.is_absolute() or model_dir in self._fitting:
+
+    async def _check_fits(self, engine_id: EngineId) -> None:
+        model_dir = Path(self._infos[engine_id].model_path)
+        if not model_dir.is_absolute():
             return
-        try:
-            await asyncio.to_thread(check_fits, self._specs, model_dir)
-        except ModelInvalid as error:
-            raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
-        self._fitting.add(model_dir)
+        if model_dir not in self._fitting:
+            try:
+                self._fitting[model_dir] = await asyncio.to_thread(
+                    check_fits, self._specs, model_dir, untrained=self._snapshot.untrained
+                )
+            except ModelInvalid as error:
+                raise RequestInvalid(f"{engine_id} serves another model: {error}") from error
+        if self._fitting[model_dir]:
+            if self._groups is None:
+                raise RequestInvalid(
+                    f"{engine_id} would skip the experts of the snapshot: the files of its model {model_dir} have one "
+                    "tensor for each expert, the snapshot has all experts of a layer in one; set push.transport = "
+                    '"group", which sends them one by one, or let the learner export the names of the model\'s files'
+                )
+            self._groups.send_single_experts(engine_id)
 
     async def _gate(self, engine: SGLangEngine) -> None:
         # The load is read first: an engine in the middle of a step answers late, and the gate is not closed meanwhile.
@@ -311,7 +331,8 @@ class PushExecution:
     async def _read_again(self, engine_id: EngineId, failures: Failures) -> None:
         """Have an engine, which is still paused, read the snapshot's directory, and count its checksums as a further
         vote."""
-        if self._directories is None:
+        # An engine that got joined experts one by one would skip them in a directory.
+        if self._directories is None or self._fitting.get(Path(self._infos[engine_id].model_path)):
             return
         try:
             path = (await self._directories.of(self._snapshot)).path
@@ -328,10 +349,9 @@ class PushExecution:
 
     async def _form(self, step: PushStep, failures: Failures) -> None:
         assert self._groups is not None
-        shards = range(len(self._snapshot.files))
-        names = [group_name(self.push_id, step.wave, step.attempt, shard) for shard in shards]
+        name = group_name(self.push_id, step.wave, step.attempt)
         layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
-        await self._groups.form(names, self._members(step), layout, failures)
+        await self._groups.form(name, self._members(step), layout, failures)
 
     async def _send(self, step: PushStep, failures: Failures) -> None:
         started_s = time.perf_counter()

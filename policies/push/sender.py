@@ -7,9 +7,10 @@ Invariants:
   The next command starts a new process with a higher `incarnation` and without a snapshot or groups.
 - The process ends when its stdin closes or its parent dies.
 
-Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, checksums}; open_group {name, host,
-world_size, backend, timeout_s} -> {port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name};
-inspect {path, digests, checksums} -> {specs, checksums, stamps}, which verifies a directory and holds nothing.
+Commands: ping; load {files, bucket_bytes, checksums} -> {buckets, checksums}, where `files` has the SHA-256 of each;
+open_group {name, host, world_size, backend, timeout_s} -> {port}; join_group {name}; broadcast {name, bucket} ->
+{seconds}; close_group {name}; inspect {path, digests, checksums} -> {specs, checksums, stamps}, which verifies a
+directory and holds nothing.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ ERROR_KINDS: Mapping[str, type[Exception]] = {"group": GroupFailed, "model": Mod
 
 
 class SenderConfig(Section):
-    """Settings of sender processes."""
+    """Settings of a sender process."""
 
     log_path: Path | None = None
     """File that receives stderr; None uses the stderr of this process."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit from start to the first reply; importing torch takes seconds."""
     devices: tuple[str, ...] = ()
-    """CUDA devices of the senders, as CUDA_VISIBLE_DEVICES names them; if empty, they see those of this process."""
+    """CUDA devices of the sender, as CUDA_VISIBLE_DEVICES names them; if empty, it sees those of this process."""
 
 
 class SenderProcess:
@@ -159,28 +160,6 @@ class SenderProcess:
         return reply
 
 
-class Senders:
-    """Senders on one host, one for each shard of a snapshot. The first one starts when the context is entered, each of
-    the others with its first command."""
-
-    def __init__(self, config: SenderConfig) -> None:
-        self._config = config
-        self._started = [SenderProcess(config)]
-
-    async def __aenter__(self) -> Self:
-        await self._started[0].__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for sender in self._started:
-            await asyncio.shield(sender.kill())
-
-    def take(self, count: int) -> list[SenderProcess]:
-        while len(self._started) < count:
-            self._started.append(SenderProcess(self._config))
-        return self._started[:count]
-
-
 class Sender:
     """Implementation of the commands, running inside the process."""
 
@@ -211,7 +190,7 @@ class Sender:
         # Only one snapshot is held, and its memory is reused: allocating pages costs more than reading the file.
         last, self._snapshot = self._snapshot, None
         memory = None if last is None else last.data
-        self._snapshot = read_snapshot(Path(command["path"]), command["sha256"], memory)
+        self._snapshot = read_snapshot({Path(path): digest for path, digest in command["files"].items()}, memory)
         self._buckets = plan_buckets(self._snapshot.specs, command["bucket_bytes"])
         sums = self._snapshot.checksums() if command["checksums"] else {}
         return {"buckets": [asdict(bucket) for bucket in self._buckets], "checksums": sums}

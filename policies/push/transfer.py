@@ -1,11 +1,11 @@
-"""Transfer of a snapshot from its senders to engines: loading of shards, process groups, and broadcasts.
+"""Transfer of a snapshot from its sender to engines: loading, process groups, and broadcasts.
 
 Invariants:
-- Each shard of a snapshot has its own sender and process group, so that several trainer ranks can send. All buckets are
-  sent one after another, the last one with the version.
+- One sender holds all files of a snapshot, because a module of a layer may be in two of them. The buckets are sent one
+  after another, the last one with the version.
 - A group that failed is never reused. Every group is left at both ends before the next one is formed, and at the end of
   the push; an engine that does not leave costs only a short wait.
-- A sender that died or was killed has lost its shard and groups: the push that used it ends (`SenderFailed`), and the
+- A sender that died or was killed has lost its snapshot and group: the push that used it ends (`SenderFailed`), and the
   next one starts another.
 - A collective that an engine left fails for all members: the sender, which cannot be interrupted, is killed shortly
   after, which frees the other engines. The failure of an engine excuses the sender; engines failing later are victims.
@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from headrace.buffer.trajectories.versions import PolicyVersion
@@ -35,8 +33,9 @@ from headrace.policies.errors import (
     SenderTimeout,
     UnknownGroup,
 )
-from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.fitting import single_experts
 from headrace.policies.push.machine import Blame, Failure
 from headrace.policies.push.sender import SenderProcess
 from headrace.policies.sglang.client import SGLangEngine
@@ -86,7 +85,7 @@ class Failures:
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
-    """Buckets that a sender of this incarnation holds, and their checksums by parameter."""
+    """Buckets that the sender of this incarnation holds, and their checksums by parameter."""
 
     incarnation: int
     buckets: tuple[Bucket, ...]
@@ -95,158 +94,41 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Process group of a sender, with the engines that were asked to join."""
+    """Process group of the sender, with the engines that were asked to join."""
 
     name: str
     engines: tuple[SGLangEngine, ...]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ShardTransfer:
-    """Shard of the snapshot, with its sender and current group."""
-
-    file: WeightsShard
-    sender: SenderProcess
-    loaded: Loaded | None = None
-    group: Group | None = None
-
-    @property
-    def is_loaded(self) -> bool:
-        """True if the sender still holds the shard."""
-        held = self.loaded is not None and self.loaded.incarnation == self.sender.incarnation
-        return held and self.sender.alive
-
-
 class Transfer:
-    """Transfer of one push. Methods raise SenderFailed or GroupFailed when these senders cannot continue."""
+    """Transfer of one push. Methods raise SenderFailed or GroupFailed when the sender cannot continue."""
 
-    def __init__(self, snapshot: WeightsSnapshot, senders: Sequence[SenderProcess], config: PushConfig) -> None:
-        files = snapshot.files
-        if len(senders) != len(files):
-            raise PushError(f"{len(files)} shards need {len(files)} senders, not {len(senders)}")
-        self._version = snapshot.version
-        self._shards = [ShardTransfer(file=file, sender=sender) for file, sender in zip(files, senders, strict=True)]
+    def __init__(self, snapshot: WeightsSnapshot, sender: SenderProcess, config: PushConfig) -> None:
+        self._snapshot = snapshot
+        self._sender = sender
         self._config = config
+        self._held: Loaded | None = None
+        self._group: Group | None = None
+        self._single_experts: set[EngineId] = set()
         self.sent_bytes = 0
 
+    def send_single_experts(self, engine_id: EngineId) -> None:
+        """Describe joined experts to this engine as one tensor for each matrix."""
+        self._single_experts.add(engine_id)
+
     async def load(self) -> None:
-        """Load all shards into their senders, concurrently. Raises ModelInvalid for an unreadable shard, PushError for
-        a parameter in two shards."""
-        async with first_error(), asyncio.TaskGroup() as tasks:
-            for shard in self._shards:
-                tasks.create_task(self._load(shard))
-        names = Counter(name for loaded in self._all_loaded() for bucket in loaded.buckets for name in bucket.names)
-        name, count = names.most_common(1)[0]
-        if count > 1:
-            raise PushError(f"{name} is in {count} shards of the snapshot")
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """Return all parameters of the snapshot."""
-        return {
-            name: spec
-            for loaded in self._all_loaded()
-            for bucket in loaded.buckets
-            for name, spec in zip(bucket.names, bucket.specs, strict=True)
-        }
-
-    def checksums(self) -> dict[str, str]:
-        return {name: value for loaded in self._all_loaded() for name, value in loaded.checksums.items()}
-
-    async def form(
-        self, names: Sequence[str], engines: Sequence[SGLangEngine], layout: GroupLayout, failures: Failures
-    ) -> None:
-        """Form a new group for each sender with these engines."""
-        await self.disband()
-        config = self._config
-
-        async def join(engine: SGLangEngine, name: str, port: int) -> None:
-            async with failures.of(engine.engine_id, config.collective_timeout_s):
-                await engine.join_group(
-                    name,
-                    host=config.host,
-                    port=port,
-                    rank=layout.offsets[engine.engine_id],
-                    world_size=layout.world_size,
-                    backend=config.backend,
-                )
-
-        for shard, name in zip(self._shards, names, strict=True):
-            opening = {
-                "name": name,
-                "host": config.host,
-                "world_size": layout.world_size,
-                "backend": config.backend,
-                "timeout_s": config.transfer_timeout_s,
-            }
-            shard.group = Group(name=name, engines=tuple(engines))
-            port = (await self._tell(shard, "open_group", opening, config.transfer_timeout_s))["port"]
-            joins = [join(engine, name, port) for engine in engines]
-            await self._collective(shard, "join_group", {"name": name}, joins, failures)
-            if failures.found:
-                return
-
-    async def send(
-        self, engines: Sequence[SGLangEngine], failures: Failures, touched: Callable[[EngineId], None]
-    ) -> dict[EngineId, int]:
-        """Send all buckets to the engines of the groups, until one fails. Returns the bytes that each engine received.
-
-        After a failure all engines of the group have failed: those without an error lack buckets."""
-        for shard in self._shards:
-            await self._tell(shard, "ping", {}, self._config.phase_timeout_s)
-        taken = dict.fromkeys((engine.engine_id for engine in engines), 0)
-        plan = [(shard, index) for shard in self._shards if shard.loaded for index in range(len(shard.loaded.buckets))]
-        for shard, index in plan:
-            assert shard.loaded is not None
-            assert shard.group is not None
-            version = self._version if (shard, index) == plan[-1] else None
-            updates = [self._update(engine, shard, index, version, failures, touched) for engine in engines]
-            await self._collective(shard, "broadcast", {"name": shard.group.name, "bucket": index}, updates, failures)
-            if failures.found:
-                for engine in engines:
-                    failures.found.setdefault(engine.engine_id, Failure(blame=Blame.VICTIM, message="its group broke"))
-                return taken
-            size_bytes = shard.loaded.buckets[index].size_bytes
-            self.sent_bytes += size_bytes
-            for engine_id in taken:
-                taken[engine_id] += size_bytes
-        return taken
-
-    async def disband(self) -> None:
-        """Leave the current groups, on both sides concurrently: with some transports the two sides wait for each
-        other."""
-        async with asyncio.TaskGroup() as tasks:
-            for shard in self._shards:
-                group, shard.group = shard.group, None
-                if group is not None:
-                    tasks.create_task(self._close(shard, group.name))
-                    for engine in group.engines:
-                        tasks.create_task(self._leave(engine, group.name))
-
-    async def _close(self, shard: ShardTransfer, name: str) -> None:
-        with suppress(SenderFailed, GroupFailed):
-            await self._tell(shard, "close_group", {"name": name}, self._config.phase_timeout_s)
-
-    async def _leave(self, engine: SGLangEngine, name: str) -> None:
-        try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                # An engine whose transfer failed has left already.
-                with suppress(UnknownGroup):
-                    await engine.leave_group(name)
-        except (EngineError, TimeoutError) as error:
-            logger.warning("%s did not leave group %s: %r", engine.engine_id, name, error)
-
-    async def _load(self, shard: ShardTransfer) -> None:
+        """Load the snapshot into the sender. Raises ModelInvalid for an unreadable file or a parameter in two files,
+        PushError for a snapshot without tensors."""
         arguments = {
-            "path": str(shard.file.path),
-            "sha256": shard.file.sha256,
+            "files": {str(file.path): file.sha256 for file in self._snapshot.files},
             "bucket_bytes": self._config.bucket_bytes,
             "checksums": self._config.verify != "off",
         }
-        reply = await shard.sender.call("load", arguments, timeout_s=self._config.load_timeout_s)
+        reply = await self._sender.call("load", arguments, timeout_s=self._config.load_timeout_s)
         if not reply["buckets"]:
-            raise PushError(f"{Path(shard.file.path)} contains no tensors")
-        shard.loaded = Loaded(
-            incarnation=shard.sender.incarnation,
+            raise PushError(f"snapshot {self._snapshot.version} contains no tensors")
+        self._held = Loaded(
+            incarnation=self._sender.incarnation,
             buckets=tuple(
                 Bucket(
                     names=tuple(bucket["names"]),
@@ -258,38 +140,117 @@ class Transfer:
             checksums=reply["checksums"],
         )
 
-    def _all_loaded(self) -> Iterator[Loaded]:
-        for shard in self._shards:
-            assert shard.loaded is not None
-            yield shard.loaded
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return all parameters of the snapshot."""
+        return {
+            name: spec for bucket in self._loaded.buckets for name, spec in zip(bucket.names, bucket.specs, strict=True)
+        }
 
-    async def _tell(
-        self, shard: ShardTransfer, op: str, arguments: Mapping[str, object], timeout_s: float
-    ) -> Mapping[str, Any]:
-        """Send a command that requires the loaded shard."""
-        # A dead sender is not restarted for it: that takes seconds while engines are paused, and the shard is lost.
-        if not shard.is_loaded:
-            raise SenderFailed(f"the sender died before {op}, and its shard and groups are lost")
-        return await shard.sender.call(op, arguments, timeout_s=timeout_s)
+    def checksums(self) -> dict[str, str]:
+        return self._loaded.checksums
+
+    @property
+    def _loaded(self) -> Loaded:
+        assert self._held is not None
+        return self._held
+
+    async def form(self, name: str, engines: Sequence[SGLangEngine], layout: GroupLayout, failures: Failures) -> None:
+        """Form a new group of the sender and these engines."""
+        await self.disband()
+        config = self._config
+
+        async def join(engine: SGLangEngine, port: int) -> None:
+            async with failures.of(engine.engine_id, config.collective_timeout_s):
+                await engine.join_group(
+                    name,
+                    host=config.host,
+                    port=port,
+                    rank=layout.offsets[engine.engine_id],
+                    world_size=layout.world_size,
+                    backend=config.backend,
+                )
+
+        opening = {
+            "name": name,
+            "host": config.host,
+            "world_size": layout.world_size,
+            "backend": config.backend,
+            "timeout_s": config.transfer_timeout_s,
+        }
+        self._group = Group(name=name, engines=tuple(engines))
+        port = (await self._tell("open_group", opening, config.transfer_timeout_s))["port"]
+        await self._collective("join_group", {"name": name}, [join(engine, port) for engine in engines], failures)
+
+    async def send(
+        self, engines: Sequence[SGLangEngine], failures: Failures, touched: Callable[[EngineId], None]
+    ) -> dict[EngineId, int]:
+        """Send all buckets to the engines of the group, until one fails. Returns the bytes that each engine received.
+
+        After a failure all engines of the group have failed: those without an error lack buckets."""
+        assert self._group is not None
+        await self._tell("ping", {}, self._config.phase_timeout_s)
+        taken = dict.fromkeys((engine.engine_id for engine in engines), 0)
+        buckets = self._loaded.buckets
+        for index, bucket in enumerate(buckets):
+            version = self._snapshot.version if index == len(buckets) - 1 else None
+            updates = [self._update(engine, bucket, self._group.name, version, failures, touched) for engine in engines]
+            await self._collective("broadcast", {"name": self._group.name, "bucket": index}, updates, failures)
+            if failures.found:
+                for engine in engines:
+                    failures.found.setdefault(engine.engine_id, Failure(blame=Blame.VICTIM, message="its group broke"))
+                return taken
+            self.sent_bytes += bucket.size_bytes
+            for engine_id in taken:
+                taken[engine_id] += bucket.size_bytes
+        return taken
+
+    async def disband(self) -> None:
+        """Leave the current group, on both sides concurrently: with some transports the two sides wait for each
+        other."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._close(group.name))
+            for engine in group.engines:
+                tasks.create_task(self._leave(engine, group.name))
+
+    async def _close(self, name: str) -> None:
+        with suppress(SenderFailed, GroupFailed):
+            await self._tell("close_group", {"name": name}, self._config.phase_timeout_s)
+
+    async def _leave(self, engine: SGLangEngine, name: str) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                # An engine whose transfer failed has left already.
+                with suppress(UnknownGroup):
+                    await engine.leave_group(name)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("%s did not leave group %s: %r", engine.engine_id, name, error)
+
+    async def _tell(self, op: str, arguments: Mapping[str, object], timeout_s: float) -> Mapping[str, Any]:
+        """Send a command that requires the loaded snapshot."""
+        # A dead sender is not restarted for it: that takes seconds while engines are paused, and the snapshot is lost.
+        if not self._sender.alive or self._loaded.incarnation != self._sender.incarnation:
+            raise SenderFailed(f"the sender died before {op}, and its snapshot and groups are lost")
+        return await self._sender.call(op, arguments, timeout_s=timeout_s)
 
     async def _update(
         self,
         engine: SGLangEngine,
-        shard: ShardTransfer,
-        index: int,
+        bucket: Bucket,
+        group: str,
         version: PolicyVersion | None,
         failures: Failures,
         touched: Callable[[EngineId], None],
     ) -> None:
-        assert shard.loaded is not None
-        assert shard.group is not None
         touched(engine.engine_id)
+        described = single_experts(bucket) if engine.engine_id in self._single_experts else bucket
         async with failures.of(engine.engine_id, self._config.collective_timeout_s):
-            await engine.update(shard.loaded.buckets[index], group=shard.group.name, version=version)
+            await engine.update(described, group=group, version=version)
 
     async def _collective(
         self,
-        shard: ShardTransfer,
         op: str,
         arguments: dict[str, object],
         calls: Sequence[Coroutine[None, None, None]],
@@ -302,7 +263,7 @@ class Transfer:
         async def send() -> None:
             nonlocal failed
             try:
-                await self._tell(shard, op, arguments, self._config.transfer_timeout_s + SENDER_GRACE_S)
+                await self._tell(op, arguments, self._config.transfer_timeout_s + SENDER_GRACE_S)
             except (SenderFailed, GroupFailed) as error:
                 failed = error
 
@@ -340,9 +301,9 @@ class GroupLayout:
     offsets: Mapping[EngineId, int]
 
 
-def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
-    """Return the name of the group for one shard and one attempt of one wave."""
-    return f"headrace-{push_id}-{wave}-{attempt}-{shard}"
+def group_name(push_id: str, wave: int, attempt: int) -> str:
+    """Return the name of the group for one attempt of one wave."""
+    return f"headrace-{push_id}-{wave}-{attempt}"
 
 
 def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:

@@ -29,6 +29,7 @@ from headrace.policies.processes import parent_death
 from headrace.policies.processes.engine_keys import read_engine_key
 from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installation import SHIMS, environment_python
+from headrace.policies.sglang.sources import check_sources
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
 from headrace.sandboxes.host.child_environment import child_environment
 
@@ -117,7 +118,8 @@ class SGLangProcess(ServerProcess):
         if config.port and is_taken(config.host, config.port):
             raise EngineSettingsInvalid(f"engine {config.name}: port {config.port} of {config.host} is taken")
         python = find_python(config.python, config.device)
-        version = await installed_version(python)
+        version, package = await installed_package(python)
+        await asyncio.to_thread(check_sources, package)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
         options = (*self._key_options(), *server_arguments(config, self._port, version))
         served = (str(python), "-m", "sglang.launch_server", *options)
@@ -162,9 +164,13 @@ def find_python(named: Path | None, device: str) -> Path:
     return python
 
 
-async def installed_version(python: Path) -> str:
-    """Return the version of SGLang in that environment. Raises EngineStartFailed."""
-    code = "from importlib.metadata import version; print(version('sglang'))"
+async def installed_package(python: Path) -> tuple[str, Path]:
+    """Return the version and the directory of SGLang in that environment, which is not imported. Raises
+    EngineStartFailed."""
+    code = (
+        "from importlib import metadata, util; print(metadata.version('sglang')); "
+        "print(util.find_spec('sglang').submodule_search_locations[0])"
+    )
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         python, "-I", "-c", code, stdout=pipe, stderr=pipe, env=child_environment()
@@ -181,7 +187,8 @@ async def installed_version(python: Path) -> str:
     if process.returncode != 0:
         reason = (errors.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise EngineSettingsInvalid(f"{python} has no SGLang: {reason}")
-    return output.decode().strip()
+    version, package = output.decode().split("\n")[:2]
+    return version, Path(package)
 
 
 def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ class Rig:
                 await action()
 
         report = await push(
-            snapshot, [self.engine], [self.sender], self.gate, journal, config, directories=self.directories
+            snapshot, [self.engine], self.sender, self.gate, journal, config, directories=self.directories
         )
         assert [part.outcome for part in report.engines] == [PushOutcome.UPDATED], report
         assert snapshot.version == version

@@ -73,7 +73,7 @@ async def works(rig: push_rig.Rig, name: str, version: PolicyVersion, model: Pat
     done = await rig.generate(name, f"after-{name}", 5)
     assert done.finish is not FinishReason.ABORT
     assert {span.version for span in done.spans} == {version}
-    assert await rig.engines[name].checksums() == read_snapshot(model / "model.safetensors", None).checksums()
+    assert await rig.engines[name].checksums() == read_snapshot({model / "model.safetensors": None}).checksums()
 
 
 async def test_engines_read_the_directory_and_report_the_costs_of_it(rig: push_rig.Rig, other_model: Path) -> None:
@@ -93,7 +93,7 @@ async def test_engines_read_the_directory_and_report_the_costs_of_it(rig: push_r
 
 
 def tensors_of(model: Path) -> list[Any]:
-    return list(read_snapshot(model / "model.safetensors", None).tensors().values())
+    return list(read_snapshot({model / "model.safetensors": None}).tensors().values())
 
 
 @pytest.mark.parametrize(

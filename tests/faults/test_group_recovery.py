@@ -53,8 +53,7 @@ class MortalGroup(EngineGroup):
         await super()._bring_up_to_date(at_once=at_once)
 
     async def _gather_engines(self) -> None:
-        [sender] = self._senders.take(1)
-        call = sender.call
+        call = self._sender.call
 
         async def calling(op: str, arguments: Any, *, timeout_s: float) -> Any:
             reply = await call(op, arguments, timeout_s=timeout_s)
@@ -62,7 +61,7 @@ class MortalGroup(EngineGroup):
                 self._die_at("first bucket")
             return reply
 
-        sender.call = calling  # type: ignore[method-assign]
+        self._sender.call = calling  # type: ignore[method-assign]
         await super()._gather_engines()
 
     def _die_at(self, moment: str) -> None:

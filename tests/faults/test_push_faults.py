@@ -65,7 +65,7 @@ def outcomes(report) -> dict[str, PushOutcome]:
 async def has_left(rig, name: str, report, attempt: int = 0) -> None:
     """The engine knows nothing of a group of the first wave."""
     with pytest.raises(UnknownGroup):
-        await rig.engines[name].leave_group(group_name(report.push_id, 0, attempt, 0))
+        await rig.engines[name].leave_group(group_name(report.push_id, 0, attempt))
 
 
 async def works(rig, name: str, version: PolicyVersion) -> None:
@@ -330,7 +330,7 @@ async def test_a_failing_journal_ends_the_push_cleanly(
 
 
 def checksums_of(model: Path) -> dict[str, str]:
-    return read_snapshot(model / "model.safetensors", None).checksums()
+    return read_snapshot({model / "model.safetensors": None}).checksums()
 
 
 def sending(pid: int) -> bool:

@@ -135,7 +135,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, write_model) -> list[Path]:
 
 
 def tensors_of(model: Path) -> dict[str, torch.Tensor]:
-    return read_snapshot(model / "model.safetensors", None).tensors()
+    return read_snapshot({model / "model.safetensors": None}).tensors()
 
 
 def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -450,7 +450,7 @@ async def test_a_hundred_pushes_use_no_more_memory_than_one(tmp_path: Path) -> N
     import psutil
     from benches.push.testbed import write_random_model
 
-    given = read_snapshot(write_random_model(tmp_path / "model", 48_000_000), None).tensors()
+    given = read_snapshot({write_random_model(tmp_path / "model", 48_000_000): None}).tensors()
     names = list(given)
     buckets = [names[:5], names[5:9], names[9:]]
     total_bytes = sum(tensor.nbytes for tensor in given.values())

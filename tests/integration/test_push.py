@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +17,15 @@ from safetensors.torch import save_file
 
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
-from headrace.policies.errors import ModelInvalid, PushError
+from headrace.policies.errors import ModelInvalid
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.qwen import Qwen, read_weights
 from headrace.policies.models.qwen_config import QwenConfig
+from headrace.policies.push import fitting
 from headrace.policies.push.contract import Gate
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
+from headrace.policies.tensors import TensorSpec
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
 from headrace.serve.gateway.http.engines import EnginePool, join_pieces
@@ -50,7 +54,7 @@ async def rig(models: list[Path], open_rig, tmp_path_factory: pytest.TempPathFac
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return read_snapshot(directory / "model.safetensors", None).tensors()
+    return read_snapshot({directory / "model.safetensors": None}).tensors()
 
 
 def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
@@ -108,7 +112,7 @@ async def test_versions_change_during_a_request_and_every_token_matches_its_vers
 
 async def test_engines_agree_with_the_snapshot_after_a_push(rig, models: list[Path]) -> None:
     await rig.push(models[2], 3)
-    expected = read_snapshot(models[2] / "model.safetensors", None).checksums()
+    expected = read_snapshot({models[2] / "model.safetensors": None}).checksums()
     for engine in rig.engines.values():
         assert await engine.checksums() == expected
         info = await engine.info()
@@ -173,22 +177,22 @@ async def test_aborts_lost_during_the_pause_are_sent_again(rig, models: list[Pat
     assert (await late[0]).finish is FinishReason.ABORT
 
 
-async def test_each_trainer_rank_sends_its_own_shard(rig, models: list[Path], tmp_path: Path) -> None:
-    """Two files through two senders and two groups: the version comes with the last bucket of the last one."""
+async def test_a_snapshot_may_be_in_two_files(rig, models: list[Path], tmp_path: Path) -> None:
+    """Also if they divide modules: the version comes with the last bucket of both."""
     whole = tensors(models[2])
     weights = split(whole, tmp_path, step=8)
     report = await rig.push_snapshot(weights, bucket_bytes=50_000)
     assert report.updated == ("one", "two")
     assert report.sent_bytes == 2 * sum(item.nbytes for item in whole.values())
-    expected = read_snapshot(models[2] / "model.safetensors", None).checksums()
+    expected = read_snapshot({models[2] / "model.safetensors": None}).checksums()
     for engine in rig.engines.values():
         assert await engine.checksums() == expected
         assert (await engine.info()).version == PolicyVersion(1, 8)
 
 
-async def test_overlapping_shards_are_refused(rig, models: list[Path]) -> None:
-    shards = snapshot(models[1], 8).shards * 2
-    with pytest.raises(PushError, match="in 2 shards"):
+async def test_overlapping_shards_are_refused(rig, models: list[Path], tmp_path: Path) -> None:
+    shards = (*snapshot(models[1], 8).shards, *split(tensors(models[1]), tmp_path, step=8).shards)
+    with pytest.raises(ModelInvalid, match="is in another file of the snapshot too"):
         await rig.push_snapshot(WeightsSnapshot(version=PolicyVersion(1, 8), shards=shards))
 
 
@@ -205,6 +209,26 @@ async def test_a_snapshot_of_another_model_is_refused_before_any_change(
     for engine, part in zip(rig.engines.values(), report.engines, strict=True):
         assert "model.norm.weight: the snapshot has shape (7,), but the engine's model" in part.failure
         assert (await engine.info()).version in before
+
+
+async def test_a_slow_disk_of_a_served_model_fails_no_phase(
+    rig, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = fitting.read_specs, []
+
+    def slow(path: Path) -> dict[str, TensorSpec]:
+        reads.append(path)
+        time.sleep(2.5)
+        return read(path)
+
+    monkeypatch.setattr(fitting, "read_specs", slow)
+    # The engines serve one directory, which is written anew for this test.
+    (served,) = {Path((await engine.info()).model_path) for engine in rig.engines.values()}
+    os.utime(served / "model.safetensors")
+    for _ in range(2):
+        report = await rig.push(models[2], 9, phase_timeout_s=2.0)
+        assert report.updated == ("one", "two"), report
+    assert reads == [served / "model.safetensors"]
 
 
 async def test_a_push_report_contains_its_costs(rig, models: list[Path]) -> None:

@@ -20,7 +20,7 @@ from headrace.policies.push.contract import Gate, PushConfig, PushReport
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import Phase, PushStep
-from headrace.policies.push.sender import SenderConfig, SenderProcess, Senders
+from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 VOCABULARY = 258
@@ -55,15 +55,11 @@ class Rig:
 
     processes: dict[str, EngineProcess]
     engines: dict[str, SGLangEngine]
-    senders: Senders
+    sender: SenderProcess
     session: aiohttp.ClientSession
     directories: SnapshotDirectories | None = None
     gate: RecordingGate = field(default_factory=RecordingGate)
     journal: list[tuple[int, str]] = field(default_factory=list)
-
-    @property
-    def sender(self) -> SenderProcess:
-        return self.senders.take(1)[0]
 
     def attach(self, name: str, *, in_place: bool = False) -> None:
         """A client of the process of this name, as it is now."""
@@ -101,9 +97,8 @@ class Rig:
                 await before(step.wave, step.phase)
 
         given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
-        senders = self.senders.take(max(1, len(weights.files)))
-        engines = list(self.engines.values())
-        return await push(weights, engines, senders, gate or self.gate, journal, given, directories=self.directories)
+        engines, gates = list(self.engines.values()), gate or self.gate
+        return await push(weights, engines, self.sender, gates, journal, given, directories=self.directories)
 
     async def generate(self, name: str, request_id: str, tokens: int, namespace: str | None = None) -> Completion:
         request = GenerateRequest(
@@ -141,13 +136,13 @@ async def open_rig(model: Path, directory: Path, names: Sequence[str] = NAMES) -
         session = await stack.enter_async_context(aiohttp.ClientSession())
         for process in processes.values():
             stack.push_async_callback(process.stop)
-        senders = Senders(SenderConfig(log_path=directory / "sender.log"))
+        sender = SenderProcess(SenderConfig(log_path=directory / "sender.log"))
         async with asyncio.TaskGroup() as tasks:
             for process in processes.values():
                 tasks.create_task(process.start())
-            tasks.create_task(stack.enter_async_context(senders))
+            tasks.create_task(stack.enter_async_context(sender))
         directories = SnapshotDirectories(directory / "weights", model, DirectoryReaders())
-        rig = Rig(processes=processes, engines={}, senders=senders, session=session, directories=directories)
+        rig = Rig(processes=processes, engines={}, sender=sender, session=session, directories=directories)
         for name in names:
             rig.attach(name)
         yield rig

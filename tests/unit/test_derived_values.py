@@ -230,6 +230,15 @@ def test_a_model_without_weights_passes_a_dry_run_and_starts_nothing(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+def test_a_quantised_model_is_refused_by_a_dry_run(tmp_path: Path) -> None:
+    model = described_model(tmp_path, "Qwen3-4B")
+    keys = json.loads((model / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (model / "config.json").write_text(json.dumps(keys | {"quantization_config": fp8}))
+    with pytest.raises(ConfigError, match=r"model\.path: .* are quantised \(quantization_config: fp8\).*in bfloat16"):
+        dry_run(SCRIPTS / "recipes" / "quickstart.toml", (), (f"model.path={model}",))
+
+
 def test_the_critic_of_ppo_is_a_second_model(tmp_path: Path) -> None:
     model = ModelFacts.read(described_model(tmp_path, "Qwen3-0.6B"))
     sizes = [

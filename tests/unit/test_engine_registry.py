@@ -138,7 +138,7 @@ def info(version: PolicyVersion, *, paused: bool) -> EngineInfo:
 async def test_an_interrupted_push_shows_which_engines_may_have_mixed_weights(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
     assert journal.broken() is None
-    journal.begin(snapshot(tmp_path, V2), groups=2)
+    journal.begin(snapshot(tmp_path, V2))
     for phase in Phase:
         await journal.step("push", step(0, phase, ONE))
     attempt = 0
@@ -152,16 +152,15 @@ async def test_an_interrupted_push_shows_which_engines_may_have_mixed_weights(tm
     assert not broken.is_whole(TWO, info(V2, paused=True))
     assert not broken.is_whole(TWO, info(V1, paused=True))
     assert broken.is_whole(THREE, info(V1, paused=False)), "its turn had not come"
-    names = [[group_name("push", 1, attempt, shard) for shard in (0, 1)] for attempt in (0, 1)]
     assert broken.groups == {
-        ONE: (group_name("push", 0, 0, 0), group_name("push", 0, 0, 1)),
-        TWO: (*names[0], *names[1]),
+        ONE: (group_name("push", 0, 0),),
+        TWO: (group_name("push", 1, 0), group_name("push", 1, 1)),
     }
 
 
 async def test_a_push_to_many_engines_is_read_from_its_first_journal_line(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
-    journal.begin(snapshot(tmp_path, V2), groups=2)
+    journal.begin(snapshot(tmp_path, V2))
     await journal.step("before", step(0, Phase.BROADCAST, THREE))
     names = [EngineId(f"engine-{number}") for number in range(200)]
     for wave, name in enumerate(names):
@@ -176,7 +175,7 @@ async def test_a_push_to_many_engines_is_read_from_its_first_journal_line(tmp_pa
 
 async def test_a_journal_of_a_push_by_disk_names_no_groups_and_the_engines_that_were_reading(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
-    journal.begin(snapshot(tmp_path, V2), groups=0)
+    journal.begin(snapshot(tmp_path, V2))
     for phase in (Phase.PROBE, Phase.GATE, Phase.PAUSE, Phase.BROADCAST):
         await journal.step("push", step(0, phase, ONE))
     for phase in (Phase.PROBE, Phase.GATE):
@@ -203,7 +202,7 @@ def test_the_newest_directory_is_found_again_while_its_files_exist(tmp_path: Pat
 
 async def test_a_torn_journal_line_is_skipped(tmp_path: Path) -> None:
     journal = PushJournal(tmp_path)
-    journal.begin(snapshot(tmp_path, V2), groups=2)
+    journal.begin(snapshot(tmp_path, V2))
     await journal.step("push", step(0, Phase.PROBE, ONE))
     with (tmp_path / "pushes.jsonl").open("ab") as file:
         file.write(b'{"push_id": "push", "wa')

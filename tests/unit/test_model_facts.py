@@ -14,7 +14,7 @@ from support.published_models import MODELS, PARAMETERS, described_model
 TINY = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_estimated_within_a_thousandth(tmp_path: Path, name: str) -> None:
     facts = ModelFacts.read(described_model(tmp_path, name))
     assert facts.parameters == pytest.approx(PARAMETERS[name], rel=1e-3)

@@ -24,7 +24,7 @@ async def test_a_push_longer_than_its_window_extends_the_window(
     (tmp_path / "weights").touch()
     idle: Any = None
     shard = WeightsShard.of(tmp_path / "weights")
-    testbed = PushTestbed(engines=(), pool=idle, senders=idle, directories=idle, shard=shard)
+    testbed = PushTestbed(engines=(), pool=idle, sender=idle, directories=idle, shard=shard)
     lasted_s = 0.0
 
     async def slow(testbed: PushTestbed) -> PushReport:

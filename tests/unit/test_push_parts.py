@@ -16,7 +16,7 @@ from torch.distributed import is_nccl_available
 
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import GroupFailed, ModelInvalid
-from headrace.policies.push.compatibility import check_fits, read_model_specs
+from headrace.policies.push.fitting import check_fits, read_model_specs
 from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
 from headrace.policies.push.transfer import lay_out
 from headrace.policies.tensors import TensorSpec

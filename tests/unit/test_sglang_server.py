@@ -19,6 +19,7 @@ import yaml
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment, shares_of
 from headrace.sandboxes.host.key_files import make_key, read_key
+from support.sglang_sources import write_sglang_sources
 
 PROGRAM = """#!{python}
 import http.server, json, os, signal, subprocess, sys, time
@@ -26,7 +27,7 @@ from pathlib import Path
 
 folder, arguments = Path({folder!r}), sys.argv[1:]
 if arguments[:2] == ["-I", "-c"]:
-    print("0.5.23")
+    print("0.5.23", folder / "sglang", sep="\\n")
     sys.exit()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 starts = folder / "starts"
@@ -76,6 +77,7 @@ class Rig:
         program = folder / "python"
         program.write_text(PROGRAM.format(python=sys.executable, folder=str(folder)))
         program.chmod(0o755)
+        write_sglang_sources(folder / "sglang")
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
 

@@ -15,9 +15,9 @@ from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineRefused, EngineTimeout, ModelInvalid
 from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
-from headrace.policies.push.compatibility import read_model_specs
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.disk import changed_file
+from headrace.policies.push.fitting import read_model_specs
 from headrace.policies.push.inspection import inspect_directory
 from headrace.policies.push.weights import read_snapshot
 
@@ -52,7 +52,7 @@ async def test_shards_become_a_complete_model_directory(tmp_path: Path, model: P
     assert read_model_specs(made.path) == read_model_specs(model)
     found = inspect_directory(made.path, made.digests, checksums=True)
     assert found.specs == read_model_specs(model)
-    assert found.checksums == read_snapshot(model / "model.safetensors", None).checksums()
+    assert found.checksums == read_snapshot({model / "model.safetensors": None}).checksums()
 
 
 async def test_a_directory_survives_the_removal_of_the_learners_files(tmp_path: Path, model: Path) -> None:

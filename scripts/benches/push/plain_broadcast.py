@@ -98,17 +98,16 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
     import torch
     from torch import distributed
 
-    from headrace.policies.models.qwen_config import storage_place
-    from headrace.policies.push.weights import plan_buckets, read_snapshot
+    from headrace.policies.push.weights import arranged, plan_buckets, read_snapshot
     from headrace.policies.tensors import read_specs
 
     torch.set_num_threads(1)
     held = read_specs(snapshot)
-    specs = {name: held[name] for name in sorted(held, key=storage_place)}
+    specs = {name: held[name] for name in arranged(held)}
     buckets = plan_buckets(specs, bucket_bytes)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     if rank == 0:
-        whole = read_snapshot(snapshot, None)
+        whole = read_snapshot({snapshot: None})
         flats = [whole.flat(bucket) for bucket in buckets]
     else:
         buffer = torch.zeros(max(bucket.size_bytes for bucket in buckets), dtype=torch.uint8)

@@ -34,7 +34,7 @@ from headrace.policies.push.contract import PushConfig, PushReport
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushStep
-from headrace.policies.push.sender import SenderConfig, Senders
+from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.gateway.capture.session import SessionId
 from headrace.serve.gateway.capture.session_usage import UsageClock
@@ -105,11 +105,11 @@ class PoolGate:
 
 @dataclass(slots=True, kw_only=True)
 class PushTestbed:
-    """Engines, their pool for turns, and the senders; `sampled_tokens` counts the tokens of all turns so far."""
+    """Engines, their pool for turns, and the sender; `sampled_tokens` counts the tokens of all turns so far."""
 
     engines: tuple[SGLangEngine, ...]
     pool: EnginePool
-    senders: Senders
+    sender: SenderProcess
     directories: SnapshotDirectories
     shard: WeightsShard
     sampled_tokens: int = 0
@@ -122,7 +122,7 @@ class PushTestbed:
         report = await push(
             snapshot,
             self.engines,
-            self.senders.take(1),
+            self.sender,
             PoolGate(self.pool),
             _no_journal,
             config,
@@ -194,7 +194,7 @@ async def open_testbed(
         yield PushTestbed(
             engines=clients,
             pool=await stack.enter_async_context(pool_over(clients)),
-            senders=await stack.enter_async_context(Senders(SenderConfig())),
+            sender=await stack.enter_async_context(SenderProcess(SenderConfig())),
             directories=SnapshotDirectories(folder / "directories", model, DirectoryReaders()),
             shard=await asyncio.to_thread(WeightsShard.of, model / "model.safetensors"),
         )
