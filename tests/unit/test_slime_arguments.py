@@ -165,3 +165,20 @@ def test_a_model_names_no_other_file(name: str) -> None:
     """Bash reads it, as Ray's user."""
     with pytest.raises(ValueError, match="should match pattern"):
         terms(slime={"model": name})
+
+
+def test_an_error_of_the_parser_names_its_line_and_the_keys_it_speaks_of() -> None:
+    def refusal(check: str) -> tuple[str, str]:
+        words = ("--num-experts", "7", "--expert-model-parallel-size", "2", "--lr", "1")
+        ours = (arguments.Flag(name="--expert-model-parallel-size", decided_by="learner.slime.expert_parallel"),)
+        with pytest.raises((AssertionError, RuntimeError)) as raised:
+            exec(compile(check, "/megatron/arguments.py", "exec"))
+        return arguments.explained(raised.value, words, ours)
+
+    text, named = refusal("assert 7 % 2 == 0, 'num_experts is no multiple of expert_model_parallel_size'")
+    assert text == "AssertionError: num_experts is no multiple of expert_model_parallel_size (arguments.py:1)"
+    assert named == (
+        "; it speaks of --num-experts (of the model or learner.slime.arguments), "
+        "--expert-model-parallel-size (learner.slime.expert_parallel)"
+    )
+    assert refusal("raise RuntimeError('No CUDA GPUs are available')")[1] == ""

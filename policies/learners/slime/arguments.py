@@ -411,13 +411,14 @@ def run_parser(words: Sequence[str], ours: Sequence[Flag], *, checkout: str) -> 
     except LearnerSettingsInvalid:
         raise
     except Exception as error:
-        text, named = _told(error, words, ours)
+        text, named = explained(error, words, ours)
         raise LearnerSettingsInvalid(f"{checkout} refuses learner.slime: {text}{named}") from error
     return parsed, parsers[0]
 
 
-def _told(error: Exception, words: Sequence[str], ours: Sequence[Flag]) -> tuple[str, str]:
-    """Return an error of the parser on one line, and the flags of the command line that it speaks of.
+def explained(error: Exception, words: Sequence[str], ours: Sequence[Flag]) -> tuple[str, str]:
+    """Return an error of the parser on one line, and the flags of the command line that it speaks of, with what decides
+    them; "" for none.
 
     Most of Megatron's checks are bare assertions: the line of source is all they say."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
