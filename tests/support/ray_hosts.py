@@ -64,6 +64,7 @@ class RayHosts:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_ENABLE_AUTO_CONNECT": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
             # A busy machine needs more than Ray's 30 s.
             "RAY_raylet_start_wait_time_s": "120",
         }

@@ -48,6 +48,7 @@ def facts(address: str = "10.0.0.11", **found: Any) -> NodeFacts:
             "python_version": VERSIONS.python,
             "clock_s": 0.0,
             "marker": "mark",
+            "hides_gpus": False,
             **found,
         }
     )
@@ -87,6 +88,7 @@ def test_resources_that_no_node_of_the_role_has_are_refused() -> None:
         ({"marker": ""}, "cluster.storage /mnt/shared is not the same folder there"),
         ({"marker": "another"}, "cluster.storage /mnt/shared is not the same folder there"),
         ({"missing": ("/models/qwen",)}, "/models/qwen does not exist there"),
+        ({"node": node("10.0.0.12", "work", gpus=8)}, "GPUs that they have not reserved.*OVERRIDE_ON_ZERO=1"),
         ({"state_problem": "cluster.state: /state is on NFS"}, "/state is on NFS"),
     ],
 )

@@ -39,8 +39,9 @@ class Node:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What a probe found on one node. `clock_s` is the node's clock minus that of the asking process; `marker` is the
-    content of the file that the asking process wrote to the storage; `missing` has the paths that do not exist;
-    `state_problem` says what is wrong with the state folder, on the control node."""
+    content of the file that the asking process wrote to the storage; `hides_gpus` is True if a process that has
+    reserved no GPU sees none; `missing` has the paths that do not exist; `state_problem` says what is wrong with the
+    state folder, on the control node."""
 
     node: Node
     has_token_auth: bool
@@ -49,6 +50,7 @@ class NodeFacts:
     python_version: str
     clock_s: float
     marker: str
+    hides_gpus: bool
     missing: tuple[str, ...] = ()
     state_problem: str = ""
 
@@ -130,6 +132,11 @@ def _problem(fact: NodeFacts, versions: Versions, marker: str, storage: str) -> 
     ):
         if here != there:
             return f"it has {name} {there}, and this process {here}: install the same version on all nodes"
+    if fact.node.gpus and not fact.hides_gpus:
+        return (
+            "its processes see GPUs that they have not reserved: `export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1` before "
+            "`ray start` there"
+        )
     if abs(fact.clock_s) > MOST_CLOCK_OFFSET_S:
         return (
             f"its clock differs by {fact.clock_s:+.1f} s, above {MOST_CLOCK_OFFSET_S:g} s: synchronise the clocks (NTP)"

@@ -175,6 +175,8 @@ def _probe_function() -> Callable[[str, list[str], str], dict[str, Any]]:
             "ray_version": ray.__version__,
             "headrace_version": headrace_version,
             "python_version": platform.python_version(),
+            # By default Ray hides nothing from a process that has reserved none, as this one.
+            "hides_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") == "",
             "marker": found.read_text() if found.exists() else "",
             "missing": tuple(path for path in paths if not Path(path).exists()),
             "state_problem": state_problem,
