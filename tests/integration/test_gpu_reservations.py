@@ -25,6 +25,8 @@ def test_actors_see_only_the_gpus_that_they_reserved(tmp_path: Path) -> None:
         learner, engines, replay = (set(seen[moment][name]) for name in ("learner", "engines", "replay"))
         assert (len(learner), len(engines), replay) == (1, 3, set())
         assert learner | engines == {"0", "1", "2", "3"}
+    # A node that Ray started by default shows all of its GPUs, and is refused for it.
+    assert seen["hides_gpus"] == [True, False]
 
 
 @pytest.mark.namespaces

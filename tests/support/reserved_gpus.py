@@ -10,6 +10,7 @@ import json
 import os
 import sys
 
+from headrace.actors.cluster.nodes.probe import _probe_function
 from headrace.actors.engines.devices import visible_devices
 from headrace.actors.runtime.actors.operations import until_back
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, offered_gpus, start_local_ray, stop_local_ray
@@ -29,6 +30,16 @@ class Owner:
         return os.getpid()
 
 
+async def probed() -> list[bool]:
+    """Return whether the probe of a cluster's nodes finds GPUs hidden: here, and as on a node that Ray started by
+    default."""
+    import ray
+
+    probe = ray.remote(num_cpus=0)(_probe_function())
+    by_default = probe.options(runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}})
+    return [(await task.remote("/", [], ""))["hides_gpus"] for task in (probe, by_default)]
+
+
 async def main() -> None:
     runtime = RayRuntime()
     owners = {
@@ -41,7 +52,8 @@ async def main() -> None:
     while await until_back(engines.process_id) == dead:
         pass
     after = {name: await until_back(owner.devices) for name, owner in owners.items()}
-    sys.stdout.write(json.dumps({"offered": offered_gpus(), "before": before, "after": after}) + "\n")
+    found = {"offered": offered_gpus(), "before": before, "after": after, "hides_gpus": await probed()}
+    sys.stdout.write(json.dumps(found) + "\n")
     for owner in owners.values():
         await runtime.stop(owner)
 
