@@ -51,7 +51,16 @@ def layered(
     _merge(merged, document, recipe.name)
     wanted = [_popped(machine, PUBLISHED, path, True) for path, machine in machines.items()]
     if wanted and all(wanted):
-        _take_published(merged, published, recipe)
+        for key in published.get("without", ()):
+            *tables_above, name = key.split(".")
+            table: Any = merged.document
+            for above in tables_above:
+                table = table.get(above) if isinstance(table, dict) else None
+            if isinstance(table, dict):
+                table.pop(name, None)
+        # Beside the tables it says where they come from.
+        tables = {name: keys for name, keys in published.items() if isinstance(keys, dict)}
+        _merge(merged, tables, f"{recipe.name} [{PUBLISHED}]")
     by_machine: dict[str, tuple[Path, object]] = {}
     for path, document in machines.items():
         needs |= _popped(document, NEEDS, path, {})
@@ -69,19 +78,6 @@ def layered(
     _read_urls(merged.document)
     _refuse_missing(needs, merged.document, on, decided)
     return merged
-
-
-def _take_published(merged: LayeredRecipe, published: Mapping[str, Any], recipe: Path) -> None:
-    for key in published.get("without", ()):
-        *tables_above, name = key.split(".")
-        table: Any = merged.document
-        for above in tables_above:
-            table = table.get(above) if isinstance(table, dict) else None
-        if isinstance(table, dict):
-            table.pop(name, None)
-    # Beside the tables it says where they come from.
-    tables = {name: keys for name, keys in published.items() if isinstance(keys, dict)}
-    _merge(merged, tables, f"{recipe.name} [{PUBLISHED}]")
 
 
 def _refuse_missing(

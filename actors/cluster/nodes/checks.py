@@ -97,7 +97,13 @@ def refuse_too_large(
         kinds = {name: each for name, each in bundles.items() if each and labels[each[0].role] == label}
         asked = [bundle.gpus for each in kinds.values() for bundle in each]
         there = [node.gpus for node in nodes if node.role == label]
-        if not _fit(asked, there):
+        # The largest first, each on the first node that has room.
+        free = list(there)
+        for gpus in sorted(asked, reverse=True):
+            place = next((place for place, left in enumerate(free) if left >= gpus), None)
+            if place is not None:
+                free[place] -= gpus
+                continue
             users = {name: each for name, each in kinds.items() if each[0].gpus}
             parts = ", ".join(f"{name}: {len(each)} x {each[0].gpus:g}" for name, each in users.items())
             have = " + ".join(f"{each:g}" for each in there)
@@ -106,18 +112,6 @@ def refuse_too_large(
                 f"{sum(there):g} ({have}): add nodes, or lower engines.count, engines.tensor_parallel or "
                 "learner.slime.nodes"
             )
-
-
-def _fit(asked: Sequence[float], there: Sequence[float]) -> bool:
-    """Return True if GPUs that are reserved together fit on nodes: the largest first, each on the first that has
-    room."""
-    free = list(there)
-    for gpus in sorted(asked, reverse=True):
-        place = next((place for place, left in enumerate(free) if left >= gpus), None)
-        if place is None:
-            return False
-        free[place] -= gpus
-    return True
 
 
 def _holds(node: Node, bundle: Bundle) -> bool:
