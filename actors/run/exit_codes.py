@@ -67,7 +67,7 @@ EXIT_TRANSIENT: Final = 75
 
 HELP: Final = (
     "Exit codes: 0 done; 1 failed, and would fail again; 2 bad input (recipe, model, tasks, run directory, arguments); "
-    "3 `ledger verify`, `ledger repair`, `simulate`, `data check` or `doctor --image` found a problem; "
+    "3 `ledger verify`, `ledger repair`, `simulate`, `data check`, `check` or `doctor --image` found a problem; "
     "4 the run was drained before its last step and can be resumed; "
     "75 transient failure (a lost actor or engine, a full disk, a stall): try again, or `--restarts`; 130 interrupted."
 )

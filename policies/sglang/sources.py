@@ -33,7 +33,6 @@ REQUESTS: Final[Mapping[str, str]] = {
     "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput group_name",
     "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput names dtypes shapes group_name "
     f"load_format {_OPTIONS}",
-    "/update_weights_from_tensor": f"UpdateWeightsFromTensorReqInput serialized_named_tensors {_OPTIONS}",
     "/update_weights_from_disk": f"UpdateWeightFromDiskReqInput model_path {_OPTIONS}",
     "/update_weight_version": "UpdateWeightVersionReqInput new_version abort_all_requests",
     "/weights_checker": "CheckWeightsReqInput action",

@@ -93,7 +93,7 @@ async def _load(place: Place, sender: SenderProcess) -> int:
     """Load the big model's weights, and return the number of buckets."""
     path = place.model(big=True)[0] / "model.safetensors"
     size = (64 << 10) if place.small else (256 << 20)
-    asked = {"path": str(path), "sha256": None, "bucket_bytes": size, "checksums": False}
+    asked = {"files": {str(path): None}, "bucket_bytes": size, "checksums": False}
     reply = await sender.call("load", asked, timeout_s=LOAD_S * place.patience)
     return len(reply["buckets"])
 

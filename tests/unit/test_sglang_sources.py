@@ -72,7 +72,6 @@ async def test_every_field_that_the_client_sends_is_in_the_table() -> None:
                 client.resume(),
                 client.begin_update(),
                 client.update(one, group="g", version=version),
-                client.update_from_tensors([b"a"], version=version),
                 client.update_from_disk(Path("/model"), version=version),
                 client.relabel(version),
                 client.end_update(),
