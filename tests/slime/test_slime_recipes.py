@@ -12,7 +12,7 @@ from headrace.policies.errors import LearnerSettingsInvalid
 from headrace.policies.learners.slime import architectures, arguments
 from headrace.policies.learners.slime.arguments import SlimeTerms
 from support import slime_rig as rig
-from support.machine_files import MODELS, SLIME, slime_terms_on
+from support.machine_files import SLIME, SLIME_MODELS, slime_terms_on
 from support.published_configs import write_published_config
 from support.slime_samples import options_of_slime, parsed_here
 
@@ -68,7 +68,7 @@ def parsed(terms: SlimeTerms, *names: str, gpus: int = 1, environment: dict[str,
 @pytest.mark.usefixtures("slime_ray")
 @pytest.mark.parametrize("machine", SLIME)
 def test_slime_and_megatron_parse_a_machine_file_for_gpus(tmp_path: Path, machine: str) -> None:
-    model = write_published_config(tmp_path / "model", MODELS.get(machine, "Qwen3-4B"))
+    model = write_published_config(tmp_path / "model", SLIME_MODELS[machine])
     terms = terms_of(machine, model, tmp_path / "run")
     section = terms.learner.slime
     names = ("world_size", "tensor_model_parallel_size", "sequence_parallel")

@@ -22,9 +22,10 @@ MODELS = {
     "swe_rl_32b_32gpu": "Qwen3-32B",
     "swe_rl_8b_16gpu": "Qwen3-8B",
     "swe_rl_8b_judge_40gpu": "Qwen3-8B",
-    "glm4.7_355b_96gpu": "GLM-4.7",
 }
 """Models that machine files are for; the others are for a dense one of 4B, or of another maker."""
+SLIME_MODELS = {name: MODELS.get(name, "Qwen3-4B") for name in SLIME} | {"glm4.7_355b_96gpu": "GLM-4.7"}
+"""Models of `published_configs` that machine files for slime are for."""
 
 
 def examples(machine: Path) -> list[str]:

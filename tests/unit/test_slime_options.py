@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from headrace.policies.learners.slime import arguments
-from support.machine_files import MODELS, SLIME, slime_terms_on
+from support.machine_files import SLIME, SLIME_MODELS, slime_terms_on
 from support.published_configs import write_published_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def parser() -> Strict:
 
 @pytest.mark.parametrize("machine", SLIME)
 def test_slime_has_every_flag_of_a_machine_file(parser: Strict, tmp_path: Path, machine: str) -> None:
-    model = write_published_config(tmp_path / "model", MODELS.get(machine, "Qwen3-4B"))
+    model = write_published_config(tmp_path / "model", SLIME_MODELS[machine])
     given = slime_terms_on(machine, model, tmp_path / "run")
     assert arguments.problem(given) is None
     ours = [word for flag in arguments.flags(given, load=tmp_path) for word in flag.words]
