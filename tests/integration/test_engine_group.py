@@ -34,9 +34,10 @@ from headrace.sandboxes.host.key_files import make_key, read_key
 from headrace.serve.tracing import span_names as names
 from support import group_rig as kit
 from support.recorded_spans import attributes_of, parent_id, recorded_spans
+from support.sglang_sources import write_sglang_sources
 
 HANGING_SERVER = """#!/bin/sh
-if [ "$2" = -c ]; then echo 0.5.23; exit; fi
+if [ "$2" = -c ]; then echo 0.5.23; dirname "$0"; exit; fi
 if mkdir "$0.died"; then exit 1; fi
 touch "$0.hangs"
 exec sleep 1000
@@ -286,6 +287,7 @@ async def test_a_push_does_not_wait_for_a_starting_engine(models: list[Path], tm
     # A server that dies at its first start, and hangs at the next ones.
     python = tmp_path / "python"
     python.write_text(HANGING_SERVER)
+    write_sglang_sources(tmp_path)
     python.chmod(0o700)
     options = {"backend": "sglang", "sglang": {"python": python}, "count": 1, "start_timeout_s": 100.0}
     async with (
