@@ -37,7 +37,7 @@ async def probed() -> list[bool]:
 
     probe = ray.remote(num_cpus=0)(_probe_function())
     by_default = probe.options(runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}})
-    return [(await task.remote("/", [], "", ""))["hides_gpus"] for task in (probe, by_default)]
+    return [(await task.remote("/dev/null", [], "", ""))["hides_gpus"] for task in (probe, by_default)]
 
 
 async def main() -> None:
