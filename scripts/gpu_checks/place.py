@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self, cast
 
+from benches.learner.sizes import SIZES
+
 Device = Literal["cpu", "cuda"]
 
 BIG: Final = {
@@ -20,17 +22,6 @@ BIG: Final = {
     "max_position_embeddings": 40_960,
 }
 """Sizes of Qwen3-0.6B, with 596 million parameters."""
-MIDDLE: Final = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 16_384,
-}
-"""4.3 million parameters, of which a CPU takes a step in seconds."""
 SMALL: Final = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -88,7 +79,7 @@ class Place:
 
     def model(self, *, big: bool = False) -> tuple[Path, int]:
         """Return a random model directory, written by the first check that needs it, and the size of its vocabulary."""
-        sizes = SMALL if self.small else BIG if big else MIDDLE
+        sizes = SMALL if self.small else BIG if big else SIZES
         path = self.folder / f"model-{sizes['hidden_size']}"
         if not (path / "complete").exists():
             from benches.learner.figures import write_model  # imports torch

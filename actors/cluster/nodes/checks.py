@@ -101,17 +101,16 @@ def refuse_too_large(
         free = list(there)
         for gpus in sorted(asked, reverse=True):
             place = next((place for place, left in enumerate(free) if left >= gpus), None)
-            if place is not None:
-                free[place] -= gpus
-                continue
-            users = {name: each for name, each in kinds.items() if each[0].gpus}
-            parts = ", ".join(f"{name}: {len(each)} x {each[0].gpus:g}" for name, each in users.items())
-            have = " + ".join(f"{each:g}" for each in there)
-            raise CannotBePlaced(
-                f"the run needs {sum(asked):g} GPUs on nodes with {ROLE_LABEL}={label} ({parts}), which have "
-                f"{sum(there):g} ({have}): add nodes, or lower engines.count, engines.tensor_parallel or "
-                "learner.slime.nodes"
-            )
+            if place is None:
+                users = {name: each for name, each in kinds.items() if each[0].gpus}
+                parts = ", ".join(f"{name}: {len(each)} x {each[0].gpus:g}" for name, each in users.items())
+                have = " + ".join(f"{each:g}" for each in there)
+                raise CannotBePlaced(
+                    f"the run needs {sum(asked):g} GPUs on nodes with {ROLE_LABEL}={label} ({parts}), which have "
+                    f"{sum(there):g} ({have}): add nodes, or lower engines.count, engines.tensor_parallel or "
+                    "learner.slime.nodes"
+                )
+            free[place] -= gpus
 
 
 def _holds(node: Node, bundle: Bundle) -> bool:

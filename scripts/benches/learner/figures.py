@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from benches.learner.memory import head_memory_ratio, peak_bytes
 from benches.learner.plain_loop import PlainLoop
+from benches.learner.sizes import SIZES
 from headrace.buffer.trajectories.packing import pack
 from headrace.buffer.trajectories.types import (
     Batch,
@@ -36,17 +37,6 @@ from headrace.policies.learners.megatron_trainer import MegatronTrainer, open_tr
 from headrace.policies.models.qwen_config import QwenConfig
 from headrace.policies.models.tiny import model_config, write_description
 
-SIZES: Final = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 16_384,
-}
-"""Keys of the model, with 4.3 million parameters."""
 LENGTHS: Final = (900, 850, 700, 640, 420, 400, 310, 120)
 TRAINED_SHARE: Final = 0.3
 TOKEN_BUDGET: Final = 2048
