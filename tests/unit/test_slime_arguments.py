@@ -160,6 +160,16 @@ def test_training_processes_have_what_megatron_and_sglang_need(monkeypatch: pyte
     assert json.loads(values(terms())["--train-env-vars"])["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
+def test_the_processes_of_slime_find_each_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = terms(slime={"slime_dir": "/slime", "megatron_dir": "/megatron"}).learner.slime
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    path = arguments.environment(section)["PYTHONPATH"]
+    assert path == "/slime:/megatron:/mine"
+    # The parser has that path, and gives the ranks theirs.
+    monkeypatch.setenv("PYTHONPATH", path)
+    assert arguments.environment(section)["PYTHONPATH"] == path
+
+
 @pytest.mark.parametrize("name", ["../../models/x", "/x", ".hidden", "a b", "$(x)"])
 def test_a_model_names_no_other_file(name: str) -> None:
     """Bash reads it, as Ray's user."""

@@ -181,9 +181,10 @@ def flags(terms: SlimeTerms, *, load: Path) -> tuple[Flag, ...]:
 
 def environment(section: SlimeSection) -> dict[str, str]:
     """Return the environment variables of the parser and of the training processes."""
-    # They import slime, Megatron and this package, wherever those are.
-    paths = (section.slime_dir, section.megatron_dir, os.environ.get("PYTHONPATH"))
-    imported = {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
+    # They import slime, Megatron and this package, wherever those are. The parser's own path begins with both already.
+    paths = map(str, filter(None, (section.slime_dir, section.megatron_dir)))
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    imported = {"PYTHONPATH": os.pathsep.join(dict.fromkeys((*paths, *inherited)))}
     ordered = {ORDERED_KERNELS: os.environ.get(ORDERED_KERNELS, "1")}
     return nccl_environment() | ordered | section.environment | imported
 
