@@ -390,7 +390,8 @@ async def open_run(
         directory.write_beginning(tasks(16), uuid.uuid4().hex)
     runtime = RayRuntime(f"{folder.name}-{uuid.uuid4().hex[:6]}-")
     buffer = BufferConfig(batch_size=8, group_size=4, max_staleness=200, batch_tries=100)
-    replay = await runtime.spawn(Replay, buffer, directory=directory, seed=3, name="replay")
+    metrics = observing(directory).metrics()
+    replay = await runtime.spawn(Replay, buffer, directory=directory, seed=3, metrics=metrics, name="replay")
     engines = await (start_engines or keeping_engines)(runtime, directory, model)
     run = SlimeRun(
         directory=directory,
