@@ -27,13 +27,14 @@ INVALID: Final = 0.95
 SPOILED: Final = Kind.WRITE
 ADDED: Final = ("betas", "loss_weight", "loss_constant", "warmup_steps", "entropy_coef")
 """Keys of [learner] that keep the recipe from collapsing."""
+RATE_BEFORE: Final = 5e-4
 # Torch gives every large tensor back to the system at once: two thirds of the time would go there.
 _KEEP_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run to emulate. `before` takes the settings without `ADDED`, `spoiled` the bad start."""
+    """A run to emulate. `before` takes the settings without `ADDED` and `RATE_BEFORE`, `spoiled` the bad start."""
 
     seed: int
     before: bool
@@ -44,8 +45,9 @@ class Case:
 def run(case: Case, cache: Path) -> EmulatedRun:
     """Emulate one run."""
     document = layered(RECIPE, (), case.overrides).document
-    for key in ADDED if case.before else ():
-        document["learner"].pop(key, None)
+    if case.before:
+        learner = {key: value for key, value in document["learner"].items() if key not in ADDED}
+        document["learner"] = learner | {"learning_rate": RATE_BEFORE}
     config = resolve(document, RECIPE, Path("emulated"))
     agent = config.agent.shell
     timeout_s, max_bytes = agent.command_timeout_s, agent.max_observation_bytes
