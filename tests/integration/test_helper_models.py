@@ -44,13 +44,13 @@ def children(pid: int) -> list[psutil.Process]:
 
 async def test_a_run_starts_a_helper_model_once_and_asks_it_like_any_other(chat_model: Path, tmp_path: Path) -> None:
     configs, folder = table(chat_model, engine={"max_context": 64}), tmp_path / "services"
-    asked = "Write the word alpha to the file answer.txt."
+    asked = "repair RATE in calc.py so that test.py passes"
     try:
         async with asyncio.timeout(GUARD_S), running_services(configs, folder) as urls:
             async with ServiceClients(resolved(configs, urls)) as clients:
                 question = [ChatMessage(role="user", content=asked)]
                 said = await clients.model("helper").complete(question, max_tokens=12, temperature=0.0, seed=1)
-            assert "calc.py" in said
+            assert said in ("cat calc.py", "cat test.py"), "what this policy was trained to answer"
             first = read_started(folder / "helper.json")
             body = {"messages": [{"role": "user", "content": asked}], "max_tokens": 6, "temperature": 0}
             greedy = [await post(urls["helper"], body) for _ in range(2)]
