@@ -14,7 +14,7 @@ from typing import Final
 
 PREFIX: Final = "miniature:"
 NAMES: Final = ("endless", "echo", "search_r1", "swe_rl", "tau")
-_SOURCES: Final = ("miniatures/*.py", "models/tiny.py", "models/qwen_config.py", "../buffer/datasets/*.py")
+_SOURCES: Final = ("miniatures/*.py", "models/tiny.py", "models/qwen_config.py", "../buffer/tasks/datasets/*.py")
 """Files that decide the content of miniatures, relative to the package of policies."""
 
 
@@ -48,6 +48,8 @@ def _sources_digest() -> str:
     hasher = hashlib.sha256()
     for pattern in _SOURCES:
         folder, _, name = (package / pattern).as_posix().rpartition("/")
-        for path in sorted(Path(folder).glob(name)):
+        paths = sorted(Path(folder).glob(name))
+        assert paths, f"no {name} in {folder}"
+        for path in paths:
             hasher.update(path.read_bytes())
     return hasher.hexdigest()[:12]
