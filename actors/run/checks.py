@@ -45,6 +45,9 @@ from headrace.sandboxes.errors import FolderRefused, NamespacesUnavailable
 from headrace.serve.gateway.http.placement import most_processes
 from headrace.serve.gateway.rendering.template_renderer import load_renderer
 
+LONGER_CONTEXTS: Final = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""Variable of SGLang that lets it serve more tokens than a model has positions for."""
+
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
@@ -74,7 +77,7 @@ def check_recipe_parts(config: RunConfig) -> None:
         has_weights = any(config.model.path.glob("*.safetensors"))
         check_model_files(config.model.path, weights=has_weights)
         refuse_quantised(config.model.path)
-        ModelFacts.read(config.model.path)
+        refuse_long_contexts(config, ModelFacts.read(config.model.path).context)
         # SGLang and other learners check the architecture themselves.
         if config.learner.kind == "megatron" or (config.engines.backend == "cpu" and config.engines.count):
             QwenConfig.read(config.model.path / "config.json")
@@ -103,6 +106,17 @@ def refuse_quantised(model_dir: Path) -> None:
             f"model.path: the weights of {model_dir} are quantised (quantization_config: {method}). Learners would "
             "export them with scales, which pushes do not carry, or without, which engines cannot read in their place; "
             "set it to the model in bfloat16"
+        )
+
+
+def refuse_long_contexts(config: RunConfig, positions: int) -> None:
+    """Raise ConfigError for contexts beyond the model's positions, with which no SGLang server would start."""
+    allowed = config.engines.sglang.environment.get(LONGER_CONTEXTS, "").lower() in ("1", "true")
+    if config.engines.backend == "sglang" and config.engine_context > positions and not allowed:
+        raise ConfigError(
+            f"sampling.max_context_tokens: {config.model.path} has positions for {positions:,} tokens, and engines "
+            f"would serve {config.engine_context:,}; use at most {positions:,}, or set {LONGER_CONTEXTS} to 1 in "
+            "engines.sglang.environment"
         )
 
 

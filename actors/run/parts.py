@@ -281,17 +281,11 @@ class RunActors(GuardedActors):
                 resources=self._control,
             )
         assert self._directory is not None
-        # By default an engine's context is as long as that of any session.
-        longest = max(
-            max(own.sampling.max_context_tokens, own.evaluation.sampling.max_context_tokens or 0)
-            for own in config.by_source().values()
-        )
-        context = config.engines.max_context_tokens or longest
         terms = Terms.of(config)
         return await self.spawn(
             "engines",
             EngineGroup,
-            config.engines.model_copy(update={"max_context_tokens": context}),
+            config.engines.model_copy(update={"max_context_tokens": config.engine_context}),
             push_config(terms, weights_bytes(terms)),
             gateways=self.gateways,
             metrics=replay,
