@@ -161,9 +161,9 @@ def _rate(t: Terms) -> tuple[float, str] | None:
     if t["learner.kind"] not in ("megatron", "slime") or t.model is None:
         return None
     share = math.log(t.size / _SMALL) / math.log(_LARGE / _SMALL)
-    rate = float(f"{5e-4 * (1e-6 / 5e-4) ** max(0.0, min(1.0, share)):.0e}")
+    rate = float(f"{3e-4 * (1e-6 / 3e-4) ** max(0.0, min(1.0, share)):.0e}")
     size = f"{t.size / 1e9:.1f}B" if t.size >= 1e9 else f"{t.size / 1e6:.1f}M"
-    return rate, f"{size} parameters; 5e-4 up to 10M as measured, 1e-6 from 300M on as published"
+    return rate, f"{size} parameters; 3e-4 up to 10M as measured, 1e-6 from 300M on as published"
 
 
 def _batch(t: Terms) -> int:
@@ -267,7 +267,7 @@ DERIVED: Final[Mapping[str, tuple[Rule, str]]] = {
     ),
     "learner.learning_rate": (
         _rate,
-        "5e-4 up to 10M parameters (measured), 1e-6 from 300M on (nine published recipes), geometric between",
+        "3e-4 up to 10M parameters (measured), 1e-6 from 300M on (nine published recipes), geometric between",
     ),
     "buffer.batch_size": (_batch, "8 groups (slime's coding agents), more for more ranks"),
     "learner.token_budget": (_real(_budget), "16384 (swe-rl) if that fits in memory, at least one context"),

@@ -66,7 +66,7 @@ def test_a_dense_4b_on_eight_gpus(tmp_path: Path) -> None:
 def test_a_small_model_on_one_cpu(tmp_path: Path) -> None:
     found = made(tmp_path, TINY, "loop", "cpu")
     assert (found["sampling.max_context_tokens"], found["agent.loop.max_turns"]) == (1024, 4)
-    assert (found["learner.learning_rate"], found["engines.count"]) == (5e-4, 2)
+    assert (found["learner.learning_rate"], found["engines.count"]) == (3e-4, 2)
 
 
 def test_one_task_in_ten_is_held_out(tmp_path: Path) -> None:
