@@ -7,13 +7,16 @@ failures have no gradient. Beside the recipe's settings run those that it had be
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+import torch
 
 from benches.learner.emulated_quickstart import EmulatedRun, EmulatedShell, Emulator
 from headrace.actors.run.config import resolve
@@ -27,6 +30,7 @@ INVALID: Final = 0.95
 SPOILED: Final = Kind.WRITE
 ADDED: Final = ("betas", "loss_weight", "loss_constant", "warmup_steps", "entropy_coef")
 """Keys of [learner] that keep the recipe from collapsing."""
+BAD_START: Final = "bad_start.pt"
 RATE_BEFORE: Final = 5e-4
 # Torch gives every large tensor back to the system at once: two thirds of the time would go there.
 _KEEP_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
@@ -42,8 +46,23 @@ class Case:
     overrides: tuple[str, ...] = ()
 
 
-def run(case: Case, cache: Path) -> EmulatedRun:
-    """Emulate one run."""
+def run(case: Case, folder: Path) -> EmulatedRun:
+    """Emulate one run. `folder` has the bad start, if the case takes it."""
+    with _emulator(case, folder) as emulator:
+        if case.spoiled:
+            emulator.memory.data.copy_(torch.load(folder / BAD_START))
+        return emulator.run()
+
+
+def spoil(case: Case, folder: Path) -> None:
+    """Make the bad start, with the chance of this case's seed."""
+    with _emulator(case, folder) as emulator:
+        emulator.spoil(SPOILED, INVALID)
+        torch.save(emulator.memory.detach(), folder / BAD_START)
+
+
+@contextmanager
+def _emulator(case: Case, folder: Path) -> Iterator[Emulator]:
     document = layered(RECIPE, (), case.overrides).document
     if case.before:
         learner = {key: value for key, value in document["learner"].items() if key not in ADDED}
@@ -51,11 +70,8 @@ def run(case: Case, cache: Path) -> EmulatedRun:
     config = resolve(document, RECIPE, Path("emulated"))
     agent = config.agent.shell
     timeout_s, max_bytes = agent.command_timeout_s, agent.max_observation_bytes
-    with EmulatedShell(cache, max_output_bytes=max_bytes, timeout_s=timeout_s) as shell:
-        emulator = Emulator(config, START, shell, seed=case.seed)
-        if case.spoiled:
-            emulator.spoil(SPOILED, INVALID)
-        return emulator.run()
+    with EmulatedShell(folder / "shell.db", max_output_bytes=max_bytes, timeout_s=timeout_s) as shell:
+        yield Emulator(config, START, shell, seed=case.seed)
 
 
 def measure(
@@ -72,7 +88,8 @@ def measure(
     os.environ.update(_KEEP_MEMORY)
     found: dict[Case, EmulatedRun] = {}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for case, result in zip(cases, pool.map(run, cases, [folder / "shell.db"] * len(cases)), strict=True):
+        pool.submit(spoil, cases[0], folder).result()
+        for case, result in zip(cases, pool.map(run, cases, [folder] * len(cases)), strict=True):
             found[case] = result
             say(f"{case}: {result}")
     starts = {}
