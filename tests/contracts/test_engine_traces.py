@@ -22,6 +22,9 @@ from support.gateway_rig import until
 
 REQUEST = {"tokenize", "prefill_forward", "decode_loop"}
 """Parts of a request."""
+SKEW_NS = 50_000_000
+"""SGLang reads time.time() and then time.perf_counter(), and adds the difference to all of its monotonic times
+(req_time_stats.py): a process that loses its core between the two tells times that are too early."""
 
 
 def named(folder: Path) -> set[str]:
@@ -61,7 +64,9 @@ async def test_the_request_of_sglang_is_a_child_of_the_engine_span(
     for request in requests:
         above = ours[request["parent_id"]]
         assert request["trace_id"] == above["trace_id"]
-        assert above["start_ns"] <= request["start_ns"] <= request["end_ns"] <= above["end_ns"]
+        assert request["start_ns"] <= request["end_ns"]
+        assert above["start_ns"] - SKEW_NS <= request["start_ns"]
+        assert request["end_ns"] <= above["end_ns"] + SKEW_NS
     known = {span["span_id"] for span in spans}
     below = [span for span in sent if span["trace_id"] == requests[0]["trace_id"]]
     assert all(span["parent_id"] in known for span in below)
