@@ -3,10 +3,12 @@ just now, so that a recipe comes to the same values each time."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,8 @@ from headrace.actors.engines.devices import VISIBLE
 from headrace.sandboxes.linux.cgroups import find_mounts
 from headrace.sandboxes.linux.host_limits import allowed_to_sandboxes, lowest_above, read_host
 from headrace.serve.gateway.http.placement import most_processes
+
+logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S: Final = 10.0
 _PER_CORE: Final = 32
@@ -71,12 +75,18 @@ def this_host() -> Host:
 def _gpus() -> tuple[int, ...]:
     query = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")  # torch would take seconds
     try:
-        told = subprocess.run(query, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, text=True).stdout
-        found = tuple(int(line) << 20 for line in told.split())
-    except (OSError, subprocess.SubprocessError, ValueError):
+        asked = subprocess.run(query, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False, text=True)
+        found = tuple(int(line) << 20 for line in asked.stdout.splitlines())
+    except FileNotFoundError:
         return ()
-    visible = os.environ.get(VISIBLE)
-    return found if visible is None else found[: len([name for name in visible.split(",") if name])]
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        # Also that of a device without memory of its own, which it calls "[N/A]", and what it says when it fails.
+        logger.warning("the GPUs of this host are not counted, as nvidia-smi does not tell their memory: %s", error)
+        return ()
+    names = os.environ.get(VISIBLE)
+    # CUDA takes the devices before the first name that is none, such as -1.
+    named = len(found) if names is None else len(list(takewhile(lambda name: name not in ("", "-1"), names.split(","))))
+    return found[:named]
 
 
 def gigabytes(amount_bytes: float) -> str:

@@ -266,6 +266,36 @@ def test_the_facts_of_this_host_are_those_of_the_kernel() -> None:
     assert 8 <= host.sandboxes()[0] <= 256
 
 
+@pytest.mark.parametrize(
+    ("said", "visible", "gpus"),
+    [
+        ("printf '81559\\n81559\\n81559\\n'", None, 3),
+        ("printf '81559\\n81559\\n81559\\n'", "2,GPU-8932f937", 2),
+        ("printf '81559\\n81559\\n'", "-1", 0),
+        ("echo '[N/A]'", None, "invalid literal"),
+        ("echo 'NVIDIA-SMI has failed because the driver does not answer'; exit 9", None, "the driver does not answer"),
+    ],
+)
+def test_gpus_are_what_the_driver_tells_and_what_it_does_not_tell_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    said: str,
+    visible: str | None,
+    gpus: int | str,
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{said}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = this_host.__wrapped__().gpus
+    assert found == (81559 << 20,) * (gpus if isinstance(gpus, int) else 0)
+    assert isinstance(gpus, int) or gpus in caplog.text
+
+
 def test_the_start_of_a_run_tells_the_values_that_the_run_has(tmp_path: Path) -> None:
     told: list[Derived] = []
     request = RunRequest(recipe=SCRIPTS / "recipes" / "quickstart.toml", runs_dir=tmp_path, name="run")
