@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -45,8 +46,12 @@ def init(
     from headrace.actors.run.checks import check_memory
     from headrace.actors.run.launch import dry_run
 
-    if recipe.exists():
-        raise ConfigError(f"{recipe} exists: name another file, or remove it")
+    if recipe.suffix != ".toml":
+        raise ConfigError(f"{recipe}: name a file that ends with .toml")
+    folder = recipe.with_suffix("")
+    for place in (recipe, folder):
+        if place.exists():
+            raise ConfigError(f"{place} exists: name another file, or remove it")
     model = model or _asked("--model", "Directory of the model")
     agent = agent or _asked("--agent", "Agent (shell, loop, claude-code, codex, ...)", "shell")
     tasks = tasks or _asked("--tasks", "Tasks (JSONL file, folder of Harbor tasks, or generated)", GENERATED)
@@ -54,11 +59,11 @@ def init(
     path = model if model.startswith("miniature:") else str(Path(model).resolve())
     settings = overrides or []
     on = () if machine == THIS_HOST else (_machine_file(machine),)
-    files = () if tasks == GENERATED else _task_files(Path(tasks), heldout, recipe.with_suffix(""))
-    if heldout is not None and not files:
+    if heldout is not None and tasks == GENERATED:
         raise ConfigError("--heldout has no effect with generated tasks; name a file of training tasks by --tasks")
-    tables = _tables(path, agent, files)
     try:
+        files = () if tasks == GENERATED else _task_files(Path(tasks), heldout, folder)
+        tables = _tables(path, agent, files)
         recipe.write_text(tables, encoding="utf-8")
         checked = dry_run(recipe, on, settings)
         check_memory(checked.config)
@@ -67,10 +72,11 @@ def init(
         names = ", ".join(one.key for one in checked.derived)
         head = [command, *textwrap.wrap(f"Derived at the start: {names}", 116)]
         recipe.write_text("".join(f"# {line}\n" for line in head) + tables, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; name another file") from error
-    except BaseException:
+    except BaseException as error:
         recipe.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{error.filename}: {error.strerror}; name another file") from error
         raise
     say(*(one.line for one in checked.derived))
     say(f"{checked.tasks[0]} training tasks, {checked.tasks[1]} held-out tasks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -168,8 +169,17 @@ def test_what_no_option_gives_is_asked_for_on_a_terminal(tmp_path: Path) -> None
     assert 'kind = "loop"' in (tmp_path / "recipe.toml").read_text()
 
 
-def test_a_recipe_that_exists_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"recipe\.toml exists: name another file, or remove it"):
+@pytest.mark.parametrize("name", ["recipe.toml", "recipe"])
+def test_what_exists_is_not_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} exists: name another file, or remove it"):
         raise init(tmp_path).exception or AssertionError
-    assert (tmp_path / "recipe.toml").read_text() == "mine"
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_refusal_leaves_no_files_of_split_tasks(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "mine.jsonl", generate(1, 25, Split.TRAIN))
+    options = ("--model", str(TINY), "--agent", "nobody", "--tasks", str(tmp_path / "mine.jsonl"), "--machine", "this")
+    with pytest.raises(ConfigError, match=r"agent\.kind: there is no agent 'nobody'"):
+        raise init(tmp_path, *options).exception or AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.jsonl"]
