@@ -14,6 +14,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient Megatron sums over ranks that each have a part of the sequence, as it does Transformer
+    Engine's; its own local norm refuses sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **settings: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -22,6 +32,7 @@ class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
     def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
         super().__init__(input_size, output_size, config=config, **settings)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._epsilon = config.layernorm_epsilon
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,14 +58,16 @@ class PackedAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def get_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
-    """Return the specification of one layer, as slime calls it for `--spec support.slime_cpu_layers get_spec`."""
+    """Return the specification of the layers, as slime calls it for `--spec support.slime_cpu_layers get_spec`."""
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     parts.self_attention.submodules.linear_qkv = NormedColumnParallelLinear
     parts.self_attention.submodules.core_attention = PackedAttention
+    parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
     parts.mlp.submodules.linear_fc1 = NormedColumnParallelLinear
-    return spec
+    layers = [spec] * get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
 def get_spec_but_on_rank_1(args: Any, config: Any, vp_stage: int | None) -> Any:

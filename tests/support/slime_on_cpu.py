@@ -55,6 +55,7 @@ def install() -> None:
     torch.set_num_threads(1)
     sys.meta_path.insert(0, _AbsentModules())
     sys.meta_path.insert(0, _AfterImport("slime.backends.megatron_utils.initialize", _show_numpy_of_the_image))
+    sys.meta_path.insert(0, _AfterImport("slime.utils.reloadable_process_group", _name_collectives_as_this_torch))
     # Not imported here: slime itself is just being imported.
     sys.meta_path.insert(0, _AfterImport("slime.utils.accelerator", _register_cpu))
     _replace_cuda(torch)
@@ -161,6 +162,15 @@ def _show_numpy_of_the_image(initialize: Any) -> None:
     """slime asserts numpy 1.x, which its image has; it uses nothing of numpy there but `random`. Only that module's
     name is replaced: with the version of numpy itself changed, Ray could not import pyarrow."""
     initialize.np = types.SimpleNamespace(__version__=NUMPY_OF_SLIMES_IMAGE, random=initialize.np.random)
+
+
+def _name_collectives_as_this_torch(groups: Any) -> None:
+    """slime's process groups pass calls on under the names that torch had in its image. This torch calls three of them
+    otherwise (`refuse_unlike_torch` is about that)."""
+    own = groups.ReloadableProcessGroup
+    own.all_gather_single = own._allgather_base
+    own.reduce_scatter_single = own._reduce_scatter_base
+    own.all_to_all_single = own.alltoall_base
 
 
 class _Stream:

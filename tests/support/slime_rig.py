@@ -240,12 +240,13 @@ async def embedded_engine(runtime: RayRuntime, directory: RunDirectory, model: P
     )
 
 
-def write_bf16_model(folder: Path) -> Path:
-    """Write the random tiny Qwen3 in bf16, in which slime trains, so that loading it rounds nothing."""
+def write_bf16_model(folder: Path, **changes: object) -> Path:
+    """Write the random tiny Qwen3 (with `changes` of its keys) in bf16, in which slime trains, so that loading it
+    rounds nothing."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    write_tiny_model(folder, dtype="bfloat16")
+    write_tiny_model(folder, dtype="bfloat16", **changes)
     path = folder / "model.safetensors"
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})

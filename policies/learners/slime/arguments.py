@@ -391,7 +391,25 @@ def parse(terms: SlimeTerms, *, load: Path, slime: Checkout) -> Namespace:
     parsed, parser = run_parser(words, ours, checkout=str(slime))
     refuse_unknown(words, known_flags(parser), checkout=str(slime))
     check_parsed(parsed, parser, ours)
+    refuse_unlike_torch(parsed, checkout=str(slime))
     return parsed
+
+
+def refuse_unlike_torch(parsed: Namespace, *, checkout: str) -> None:
+    """Raise LearnerSettingsInvalid if ranks share layers, and torch calls process groups by names that slime's own do
+    not pass on (torch 2.13 does, for the functions that Megatron takes before slime replaces them)."""
+    import torch
+    from slime.utils.reloadable_process_group import ReloadableProcessGroup
+
+    names = ("all_gather_single", "reduce_scatter_single")
+    called = [name for name in names if hasattr(torch.distributed.ProcessGroup, name)]
+    unknown = [name for name in called if name not in vars(ReloadableProcessGroup)]
+    if unknown and parsed.tensor_model_parallel_size > 1:
+        raise LearnerSettingsInvalid(
+            f"learner.slime.tensor_parallel {parsed.tensor_model_parallel_size}: torch {torch.__version__} calls "
+            f"{', '.join(unknown)} of process groups, which those of {checkout} lack, so that no step would succeed: "
+            "use the older torch of slime's image, or 1"
+        )
 
 
 def run_parser(words: Sequence[str], ours: Sequence[Flag], *, checkout: str) -> tuple[Namespace, ArgumentParser]:
