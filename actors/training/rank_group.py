@@ -128,6 +128,8 @@ class RankGroup:
         cause = getattr(error, "cause", None)
         if isinstance(cause, self.passed_on) and not ended:
             return cause
+        # Ray's text has the rank's own traceback; what is raised is one line.
+        logger.error("rank %d failed: %s", rank, error)
         parts = [f"rank {rank} of {len(self._ranks)} failed: {_reason(error)}"]
         # They may be the cause: a rank notices the death of another one sooner than Ray does.
         parts += [f"the process of rank {other} has ended" for other in ended]
