@@ -21,8 +21,8 @@ DEVICE_OPTIONS: Final = {
         "engines.data_parallel",
     ),
     **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), "engines.expert_parallel"),
-    # An engine is on one host.
-    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size", "--nnodes", "--node-rank"), "engines.tensor_parallel"),
+    **dict.fromkeys(("--pp-size", "--pipeline-parallel-size"), "engines.tensor_parallel"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "engines.nodes"),
     **dict.fromkeys(("--base-gpu-id", "--gpu-id-step", "--device"), "engines.device"),
 }
 """Options of SGLang that select devices, and the key to set instead."""
@@ -92,7 +92,10 @@ class EnginesConfig(Section):
     """Private file (mode 600) with the key of the attached servers and of the router; None for servers without one. The
     engines that the group starts have a key of their own, which the run makes."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of devices that one SGLang server uses, all on one host."""
+    """Number of devices that one SGLang server uses."""
+    nodes: int = Field(default=1, ge=1)
+    """Number of hosts among which one server's devices are divided; it divides `tensor_parallel`, and more than 1 needs
+    `placement = "ray"`. The first of them answers requests, and the server ends when one of them is lost."""
     data_parallel: int = Field(default=1, ge=1)
     """Number of groups into which a server's devices are divided for attention (SGLang's `enable_dp_attention`), each
     with requests and caches of its own; it divides `tensor_parallel`. Replicas of a whole model are engines (`count`),
@@ -135,6 +138,11 @@ class EnginesConfig(Section):
         return self.count * self.tensor_parallel if self.device == "cuda" and not self.is_simulated else 0
 
     @property
+    def gpus_per_node(self) -> int:
+        """Number of GPUs that one engine has on each of its hosts."""
+        return self.tensor_parallel // self.nodes if self.device == "cuda" else 0
+
+    @property
     def at_least(self) -> int:
         """Number of engines known before the run starts, at least 1 because a router's workers are not known yet."""
         return max(1, self.count + len(self.attach))
@@ -157,12 +165,14 @@ class EnginesConfig(Section):
             raise ValueError(
                 "engines.attach and engines.router need real servers: set engines.backend to cpu instead of simulated"
             )
-        for name in ("data_parallel", "expert_parallel"):
+        for name in ("data_parallel", "expert_parallel", "nodes"):
             if self.tensor_parallel % (size := getattr(self, name)):
                 raise ValueError(
                     f"engines.{name} {size} does not divide engines.tensor_parallel {self.tensor_parallel}, the "
                     "devices of one server: change either"
                 )
+        if self.nodes > 1 and self.placement is not Placement.RAY:
+            raise ValueError(f"engines.nodes {self.nodes} needs actors on several hosts: set engines.placement to ray")
         if self.backend == "cpu" and self.count:
             if self.device != "cpu":
                 raise ValueError(

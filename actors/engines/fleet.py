@@ -15,23 +15,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import aiohttp
 
 from headrace.actors.engines.config import EnginesConfig, Placement
-from headrace.actors.engines.host import EngineHost, ServerPlan, server_process
+from headrace.actors.engines.host import EngineHost, HostedEngine, ServerPlan, server_process
 from headrace.actors.engines.members_file import EngineStatus
 from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin, address
-from headrace.actors.errors import ActorError, ActorLost, EngineGroupError, EngineNotAdded
+from headrace.actors.errors import ActorError, ActorLost, EngineGroupError, EngineNotAdded, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.runtime.actors.nodes import NodeRole
 from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, node_address
 from headrace.policies.engine import EngineId, EngineInfo
-from headrace.policies.errors import EngineError, EngineStartFailed
+from headrace.policies.errors import EngineError, EngineStartFailed, EngineUnavailable
 from headrace.policies.processes.engine_keys import EngineKeyFiles, is_loopback
 from headrace.policies.processes.server_process import ServerProcess
 from headrace.policies.push.contract import PushConfig
@@ -48,11 +49,13 @@ ASK_HOST_S = 10.0
 
 @dataclass(slots=True)
 class FleetMember:
-    """Engine that has answered. `load` is the last one it reported; `process_id` is set for a process on this host."""
+    """Engine that has answered. `load` is the last one it reported; `process_id` is set for a process on this host;
+    `nodes` are the addresses of the hosts on which Ray placed it."""
 
     engine_id: EngineId
     client: SGLangEngine
     handle: EngineHandle
+    nodes: tuple[str, ...] = ()
     load: EngineLoad | None = None
     process_id: int | None = None
 
@@ -98,9 +101,8 @@ class Fleet:
         return self.members[engine_id]
 
     def placed_on(self, host: str) -> list[EngineId]:
-        """Return the engines that Ray placed on the node with this address."""
-        ours = (entry for entry in self._registry.living() if entry.origin is Origin.RAY and entry.url)
-        return [entry.engine_id for entry in ours if address(entry.url)[0] == host]
+        """Return the engines that Ray placed on the node with this address, wholly or in part."""
+        return [engine_id for engine_id, member in self.members.items() if host in member.nodes]
 
     async def start_missing(self, *, at_once: bool = False) -> list[EngineStartFailed]:
         """Start engines in the free slots and return the errors of those that did not start. A slot whose breaker is
@@ -150,10 +152,15 @@ class Fleet:
                 logger.warning("an attached engine gets no traffic until it answers: %s", error)
                 return None
         assert self._context.runtime is not None
+        placed = PlacedProcess(self._context.runtime)
         try:
-            host = await self._context.runtime.find(EngineHost, status.engine_id)
-            member = await self._hosted(status.engine_id, host)
+            for name in self._host_names(status.engine_id):
+                with suppress(ActorError):
+                    placed.hosts.append(await self._context.runtime.find(EngineHost, name))
+            member = self._placed(status.engine_id, placed, [await host.address() for host in placed.hosts])
         except (ActorError, EngineError):
+            # The parts of an engine that has lost one would keep their devices.
+            await placed.kill()
             return None
         self._registry.starting(
             status.engine_id, place=status.place, origin=Origin.RAY, now=time.monotonic(), url=member.client.url
@@ -245,27 +252,41 @@ class Fleet:
     async def _start_placed(self, plan: ServerPlan) -> FleetMember:
         runtime, config, engine_id = self._context.runtime, self._config, EngineId(plan.name)
         assert runtime is not None
-        host = await runtime.spawn(
-            EngineHost,
-            config,
-            plan,
-            self._context.observing,
-            name=engine_id,
-            resources=Resources(
-                cpus=config.cpus,
-                gpus=config.tensor_parallel if config.device == "cuda" else 0,
-                memory_bytes=config.memory_bytes,
-                role=NodeRole.ENGINE,
-                avoid=tuple(sorted(self.avoided)),
-                spread=True,
-                restarts=False,
-            ),
+        placed, avoided, coordinator = PlacedProcess(runtime), set(self.avoided), ""
+        resources = Resources(
+            cpus=config.cpus,
+            gpus=config.gpus_per_node,
+            memory_bytes=config.memory_bytes,
+            role=NodeRole.ENGINE,
+            spread=True,
+            restarts=False,
         )
         try:
-            return await self._hosted(engine_id, host)
-        except BaseException:
-            await asyncio.shield(runtime.kill(host))
+            for name in self._host_names(engine_id):
+                host = await runtime.spawn(
+                    EngineHost,
+                    config,
+                    replace(plan, name=name),
+                    self._context.observing,
+                    name=name,
+                    resources=replace(resources, avoid=tuple(sorted(avoided))),
+                )
+                placed.hosts.append(host)
+                node, free = await host.place()
+                avoided.add(node)
+                coordinator = coordinator or free
+            async with asyncio.TaskGroup() as tasks:
+                started = [tasks.create_task(host.start(rank, coordinator)) for rank, host in enumerate(placed.hosts)]
+            return self._placed(engine_id, placed, [task.result() for task in started])
+        except BaseException as error:
+            await asyncio.shield(placed.kill())
+            if isinstance(error, BaseExceptionGroup):
+                raise first_cause(error) from error
             raise
+
+    def _host_names(self, engine_id: EngineId) -> Sequence[str]:
+        """Return the names of the actors of an engine, that of its head first."""
+        return (engine_id, *(f"{engine_id}.{rank}" for rank in range(1, self._config.nodes)))
 
     def _plan(self, engine_id: EngineId, number: int, devices: tuple[str, ...]) -> ServerPlan:
         context = self._context
@@ -281,15 +302,17 @@ class Fleet:
             traces_url=context.traces_url,
         )
 
-    async def _hosted(self, engine_id: EngineId, host: EngineHost) -> FleetMember:
-        assert self._context.runtime is not None
-        hosted = await host.address()
-        if hosted.node != node_address() and is_loopback(self._context.push.host):
-            raise EngineStartFailed(
-                f"{engine_id} on {hosted.node} cannot reach push.host {self._context.push.host}: "
-                f"set push.host to {node_address()}"
-            )
-        return FleetMember(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._context.runtime))
+    def _placed(self, engine_id: EngineId, process: PlacedProcess, hosted: Sequence[HostedEngine]) -> FleetMember:
+        if len(hosted) < self._config.nodes:
+            raise EngineUnavailable(f"{engine_id} has {len(hosted)} of {self._config.nodes} parts")
+        for part in hosted:
+            if part.node != node_address() and is_loopback(self._context.push.host):
+                raise EngineStartFailed(
+                    f"{engine_id} on {part.node} cannot reach push.host {self._context.push.host}: "
+                    f"set push.host to {node_address()}"
+                )
+        nodes = tuple(part.node for part in hosted)
+        return FleetMember(engine_id, self._client(engine_id, hosted[0].url), process, nodes)
 
     def _client(self, engine_id: EngineId, url: str, *, attached: bool = False) -> SGLangEngine:
         push = self._context.push
@@ -340,17 +363,18 @@ class _LocalProcess:
 
 
 class PlacedProcess:
-    """Engine process behind a Ray actor."""
+    """Engine behind Ray actors, one for each of its hosts."""
 
-    def __init__(self, host: EngineHost, runtime: RayRuntime) -> None:
-        self._host = host
+    def __init__(self, runtime: RayRuntime) -> None:
+        self.hosts: list[EngineHost] = []
         self._runtime = runtime
 
     async def is_alive(self) -> bool:
-        """Return False only if the actor is dead. A slow actor counts as alive: the engine's health check decides."""
+        """Return False only if an actor is dead. A slow one counts as alive: the engine's health check decides."""
         try:
             async with asyncio.timeout(ASK_HOST_S):
-                await self._host.address()
+                for host in self.hosts:
+                    await host.address()
         except ActorLost:
             return False
         except TimeoutError:
@@ -358,10 +382,10 @@ class PlacedProcess:
         return True
 
     async def stop(self) -> None:
-        await self._runtime.stop(self._host)
+        await asyncio.gather(*(self._runtime.stop(host) for host in self.hosts))
 
     async def kill(self) -> None:
-        await self._runtime.kill(self._host)
+        await asyncio.gather(*(self._runtime.kill(host) for host in self.hosts))
 
 
 class AttachedServer:

@@ -68,6 +68,12 @@ class SGLangServerConfig(ServerConfig):
     """Maximum number of sequences decoded concurrently; None uses SGLang's default."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Number of processes, and devices, over which the model is split."""
+    nodes: int = Field(default=1, gt=0)
+    """Number of hosts among which these devices are divided, with one server process on each; it divides them."""
+    rank: int = Field(default=0, ge=0)
+    """Number of this host among them; only the one on host 0 answers requests."""
+    coordinator: str = ""
+    """HOST:PORT on host 0, at which they find each other."""
     data_parallel: int = Field(default=1, gt=0)
     """Groups of these devices that compute attention for requests of their own."""
     expert_parallel: int = Field(default=1, gt=0)
@@ -204,6 +210,8 @@ def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tup
         "--max-running-requests": config.max_running,
         "--context-length": config.max_context,
     }
+    if config.nodes > 1:
+        options |= {"--nnodes": config.nodes, "--node-rank": config.rank, "--dist-init-addr": config.coordinator}
     if config.expert_parallel > 1:
         options["--ep-size"] = config.expert_parallel
     groups: tuple[str, ...] = ()

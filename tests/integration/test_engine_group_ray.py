@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,18 +23,21 @@ from headrace.actors.runtime.actors.nodes import this_node
 from headrace.actors.runtime.actors.runtime import RayRuntime, node_address
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.policies.push.contract import PushConfig
+from headrace.policies.sglang.installation import environment_python
 from support import group_rig as kit
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @asynccontextmanager
-async def placed(model: Path, folder: Path, gateway: GatewayActor, runtime: RayRuntime) -> AsyncIterator[EngineGroup]:
+async def placed(
+    model: Path, folder: Path, gateway: GatewayActor, runtime: RayRuntime, **engines: Any
+) -> AsyncIterator[EngineGroup]:
     """A group in this process whose engines Ray places."""
-    config = EnginesConfig(count=2, placement="ray", cpus=0.5, max_context_tokens=1024)
+    given = {"count": 2, "placement": "ray", "cpus": 0.5, "max_context_tokens": 1024, **engines}
     group = EngineGroup(
-        config,
-        PushConfig(bucket_bytes=100_000),
+        EnginesConfig.model_validate(given),
+        PushConfig(bucket_bytes=100_000, phase_timeout_s=60.0),
         gateways=[gateway],
         metrics=kit.observing(folder).metrics(),
         model_dir=model,
@@ -124,3 +128,32 @@ async def test_engines_of_a_drained_node_are_replaced_in_their_places(
         await rig.until(lambda now: len(now) == 2 and not set(before) & set(now))
         assert {engine.place for engine in (await rig.engines()).values()} == places
         await rig.until_serving(2, "1.1")
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+async def test_an_engine_of_two_parts_serves_what_is_pushed_and_ends_with_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang itself, half of the model in each of two actors; on a cluster they are on different nodes."""
+    python = environment_python()
+    if python is None:
+        pytest.skip("SGLang is not installed: scripts/install sglang, or scripts/test --sglang")
+    monkeypatch.setattr("headrace.actors.engines.group.SUPERVISION_S", 0.2)
+    monkeypatch.setattr("support.group_rig.GUARD_S", 400.0)
+    runtime = RayRuntime(f"parts-{os.getpid()}-")
+    model = kit.write_weights(tmp_path / "model", 1)
+    parts = {"count": 1, "nodes": 2, "tensor_parallel": 2, "start_timeout_s": 400}
+    async with (
+        kit.gateway_of(model, tmp_path) as gateway,
+        placed(model, tmp_path, gateway, runtime, backend="sglang", dtype="float32", **parts) as group,
+    ):
+        rig = kit.Rig(group=group, client=None, http=None)
+        await rig.push(model, 1)
+        [engine] = await rig.until_serving(1, "1.1")
+        head, part = [await runtime.find(EngineHost, name) for name in (engine, f"{engine}.1")]
+        of_head = psutil.Process((await head.address()).process_id)
+        psutil.Process((await part.address()).process_id).kill()
+        await rig.until(lambda now: engine not in now)
+        of_head.wait(timeout=kit.GUARD_S)
+        await rig.until_serving(1, "1.1")

@@ -16,6 +16,7 @@ from headrace.actors.cluster.nodes.checks import (
     Versions,
     refuse_absent_roles,
     refuse_open_redis,
+    refuse_too_few_nodes,
     refuse_too_large,
     refuse_unfit,
 )
@@ -74,6 +75,13 @@ def test_resources_that_no_node_of_the_role_has_are_refused() -> None:
     with pytest.raises(CannotBePlaced, match="a rollout unit needs 3 CPU"):
         refuse_too_large(nodes, LABELS, bundles)
     refuse_too_large([*nodes, node("c", "work", cpus=3)], LABELS, bundles)
+
+
+def test_an_engine_on_more_nodes_than_there_are_is_refused() -> None:
+    nodes = [node("a", "control"), node("b", "work")]
+    refuse_too_few_nodes(nodes, "work", 1)
+    with pytest.raises(CannotBePlaced, match=r"engines.nodes = 2: only 1 nodes have the label headrace/role=work"):
+        refuse_too_few_nodes(nodes, "work", 2)
 
 
 def test_gpus_that_the_nodes_of_a_role_do_not_have_at_once_are_refused_with_both_sums() -> None:

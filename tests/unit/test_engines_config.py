@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +49,11 @@ RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
         (
             {"backend": "sglang", "data_parallel": 4, "tensor_parallel": 2},
             "data_parallel 4 does not divide engines.tensor_parallel 2",
+        ),
+        ({"backend": "sglang", "nodes": 3, "tensor_parallel": 4, "placement": "ray"}, "nodes 3 does not divide"),
+        (
+            {"backend": "sglang", "nodes": 2, "tensor_parallel": 4},
+            "nodes 2 needs actors on several hosts: set engines.pl",
         ),
         ({"sglang": {"environment": {"LD_PRELOAD": "x"}}}, r"LD_PRELOAD is not one of SGLANG_\*, FLASHINFER_\*"),
         ({"sglang": {"environment": {"SGLANG_TIMEOUT_KEEP_ALIVE": "5"}}}, "is set by headrace"),
@@ -127,6 +133,13 @@ def test_groups_of_attention_and_experts_reach_the_server_and_add_no_devices(
     assert words[start : start + len(groups)] == groups
     assert words[words.index("--tp-size") + 1] == words[words.index("--ep-size") + 1] == "8"
     assert variables.items() <= server_environment(process._config).items()
+    apart = EnginesConfig.model_validate({**given, "nodes": 2, "placement": "ray"})
+    assert (apart.gpus, apart.gpus_per_node) == (16, 4)
+    part = server_process(apart, replace(plan_in(tmp_path), rank=1, coordinator="10.0.0.1:20000"))
+    assert isinstance(part, SGLangProcess)
+    words = server_arguments(part._config, 1, version)
+    start = words.index("--nnodes")
+    assert words[start : start + 6] == ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:20000")
     plain = server_process(EnginesConfig.model_validate({"backend": "sglang"}), plan_in(tmp_path))
     assert isinstance(plain, SGLangProcess)
     assert not {"--attn-dp-size", "--ep-size"} & set(server_arguments(plain._config, 1, version))

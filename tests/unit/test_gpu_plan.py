@@ -108,7 +108,7 @@ def test_each_rank_of_a_learner_reserves_a_gpu_of_its_own() -> None:
     [
         *(("--base-gpu-id", "device"), ("--tp-size=4", "tensor_parallel"), ("--tp", "tensor_parallel")),
         *(("--dp", "data_parallel"), ("--attn-dp-size=2", "data_parallel"), ("--ep", "expert_parallel")),
-        ("--nnodes", "tensor_parallel"),
+        *(("--pp-size", "tensor_parallel"), ("--nnodes", "nodes"), ("--dist-init-addr", "nodes")),
     ],
 )
 def test_options_of_sglang_that_select_devices_are_refused(argument: str, key: str) -> None:

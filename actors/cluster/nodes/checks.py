@@ -113,6 +113,14 @@ def refuse_too_large(
             free[place] -= gpus
 
 
+def refuse_too_few_nodes(nodes: Sequence[Node], label: str, needed: int) -> None:
+    """Raise CannotBePlaced if fewer nodes have the label of engines than one engine needs."""
+    if (there := sum(node.role == label for node in nodes)) < needed:
+        raise CannotBePlaced(
+            f"engines.nodes = {needed}: only {there} nodes have the label {ROLE_LABEL}={label}; lower it, or add nodes"
+        )
+
+
 def _holds(node: Node, bundle: Bundle) -> bool:
     return node.cpus >= bundle.cpus and node.gpus >= bundle.gpus and node.memory_bytes >= bundle.memory_bytes
 

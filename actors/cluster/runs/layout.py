@@ -20,6 +20,7 @@ from headrace.actors.cluster.nodes.checks import (
     Node,
     refuse_absent_roles,
     refuse_open_redis,
+    refuse_too_few_nodes,
     refuse_too_large,
     refuse_unfit,
 )
@@ -110,6 +111,8 @@ async def check_cluster(config: RunConfig) -> None:
     nodes = await living_nodes()
     refuse_absent_roles(nodes, labels)
     refuse_too_large(nodes, labels, _bundles(config))
+    if NodeRole.ENGINE in labels:
+        refuse_too_few_nodes(nodes, labels[NodeRole.ENGINE], config.engines.nodes)
     ours = [node for node in nodes if node.role in labels.values()]
     engines, model = config.engines, [] if config.engines.is_simulated else [str(config.model.path)]
     paths, sglang = dict.fromkeys(labels.values(), model), dict[str, str]()
@@ -192,7 +195,7 @@ def _bundles(config: RunConfig) -> dict[str, list[Bundle]]:
     if config.learner.kind == "slime":
         bundles["a node of slime"] = [Bundle(role=NodeRole.LEARNER, cpus=0, gpus=slime.gpus_per_node)] * slime.nodes
     if NodeRole.ENGINE in _needed(config):
-        gpus = engines.tensor_parallel if engines.device == "cuda" else 0
-        one = Bundle(role=NodeRole.ENGINE, cpus=engines.cpus, gpus=gpus, memory_bytes=engines.memory_bytes)
-        bundles["an engine"] = [one] * engines.count
+        gpus, memory_bytes = engines.gpus_per_node, engines.memory_bytes
+        one = Bundle(role=NodeRole.ENGINE, cpus=engines.cpus, gpus=gpus, memory_bytes=memory_bytes)
+        bundles["an engine"] = [one] * (engines.count * engines.nodes)
     return bundles
