@@ -240,7 +240,7 @@ async def embedded_engine(runtime: RayRuntime, directory: RunDirectory, model: P
     )
 
 
-def write_bf16_model(folder: Path, **changes: object) -> Path:
+def write_bf16_model(folder: Path, **changes: Any) -> Path:
     """Write the random tiny Qwen3 (with `changes` of its keys) in bf16, in which slime trains, so that loading it
     rounds nothing."""
     import torch
