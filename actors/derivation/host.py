@@ -8,11 +8,10 @@ import os
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from headrace.actors.engines.devices import VISIBLE
+from headrace.actors.engines.devices import VISIBLE, visible_devices
 from headrace.sandboxes.linux.cgroups import find_mounts
 from headrace.sandboxes.linux.host_limits import allowed_to_sandboxes, lowest_above, read_host
 from headrace.serve.gateway.http.placement import most_processes
@@ -75,18 +74,16 @@ def this_host() -> Host:
 def _gpus() -> tuple[int, ...]:
     query = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")  # torch would take seconds
     try:
-        asked = subprocess.run(query, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False, text=True)
-        found = tuple(int(line) << 20 for line in asked.stdout.splitlines())
+        told = subprocess.run(query, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, text=True).stdout
+        found = tuple(int(line) << 20 for line in told.splitlines())
     except FileNotFoundError:
         return ()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        # Also that of a device without memory of its own, which it calls "[N/A]", and what it says when it fails.
-        logger.warning("the GPUs of this host are not counted, as nvidia-smi does not tell their memory: %s", error)
+        # A device without memory of its own has "[N/A]".
+        said = f"{getattr(error, 'stdout', '')}{getattr(error, 'stderr', '')}".strip()
+        logger.warning("nvidia-smi does not tell the memory of this host's GPUs: they are not used: %s %s", error, said)
         return ()
-    names = os.environ.get(VISIBLE)
-    # CUDA takes the devices before the first name that is none, such as -1.
-    named = len(found) if names is None else len(list(takewhile(lambda name: name not in ("", "-1"), names.split(","))))
-    return found[:named]
+    return found if VISIBLE not in os.environ else found[: len(visible_devices())]
 
 
 def gigabytes(amount_bytes: float) -> str:

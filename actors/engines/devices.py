@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Final
 
 from headrace.actors.engines.config import EnginesConfig, Placement
@@ -67,8 +68,10 @@ def plan_devices(engines: EnginesConfig, push: PushSection, visible: Sequence[st
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Return the devices that this process may use, which Ray has set for its actor."""
-    return tuple(device for device in os.environ.get(VISIBLE, "").split(",") if device)
+    """Return the devices that CUDA_VISIBLE_DEVICES names, which Ray sets for an actor. As for CUDA, they end before the
+    first name that is none, such as -1."""
+    names = os.environ.get(VISIBLE, "").split(",")
+    return tuple(takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def needed_gpus(engines: EnginesConfig, push: PushSection, *, learner: Mapping[str, int]) -> dict[str, int]:
