@@ -48,10 +48,8 @@ def init(
 
     if recipe.suffix != ".toml":
         raise ConfigError(f"{recipe}: name a file that ends with .toml")
-    folder = recipe.with_suffix("")
-    for place in (recipe, folder):
-        if place.exists():
-            raise ConfigError(f"{place} exists: name another file, or remove it")
+    if recipe.exists():
+        raise ConfigError(f"{recipe} exists: name another file, or remove it")
     model = model or _asked("--model", "Directory of the model")
     agent = agent or _asked("--agent", "Agent (shell, loop, claude-code, codex, ...)", "shell")
     tasks = tasks or _asked("--tasks", "Tasks (JSONL file, folder of Harbor tasks, or generated)", GENERATED)
@@ -59,6 +57,9 @@ def init(
     path = model if model.startswith("miniature:") else str(Path(model).resolve())
     settings = overrides or []
     on = () if machine == THIS_HOST else (_machine_file(machine),)
+    folder = recipe.with_suffix("")
+    if folder.exists() and tasks != GENERATED:
+        raise ConfigError(f"{folder} exists: name another file, or remove it")
     if heldout is not None and tasks == GENERATED:
         raise ConfigError("--heldout has no effect with generated tasks; name a file of training tasks by --tasks")
     try:
@@ -74,7 +75,8 @@ def init(
         recipe.write_text("".join(f"# {line}\n" for line in head) + tables, encoding="utf-8")
     except BaseException as error:
         recipe.unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        if tasks != GENERATED:
+            shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(f"{error.filename}: {error.strerror}; name another file") from error
         raise

@@ -172,9 +172,20 @@ def test_what_no_option_gives_is_asked_for_on_a_terminal(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["recipe.toml", "recipe"])
 def test_what_exists_is_not_overwritten(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
+    options = ("--model", str(TINY), "--agent", "shell", "--tasks", str(tmp_path / "mine.jsonl"), "--machine", "this")
     with pytest.raises(ConfigError, match=rf"{re.escape(name)} exists: name another file, or remove it"):
-        raise init(tmp_path).exception or AssertionError
+        raise init(tmp_path, *options).exception or AssertionError
     assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_folder_beside_a_recipe_without_files_of_tasks_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    made(tmp_path, TINY, "shell", "this")
+    (tmp_path / "recipe.toml").unlink()
+    options = ("--model", str(TINY), "--agent", "nobody", "--tasks", "generated", "--machine", "this")
+    with pytest.raises(ConfigError, match=r"agent\.kind: there is no agent 'nobody'"):
+        raise init(tmp_path, *options).exception or AssertionError
+    assert (tmp_path / "recipe").is_dir()
 
 
 def test_a_refusal_leaves_no_files_of_split_tasks(tmp_path: Path) -> None:
