@@ -111,13 +111,15 @@ def refuse_quantised(model_dir: Path) -> None:
 
 def refuse_long_contexts(config: RunConfig, positions: int) -> None:
     """Raise ConfigError for contexts beyond the model's positions, with which no SGLang server would start."""
-    allowed = config.engines.sglang.environment.get(LONGER_CONTEXTS, "").lower() in ("1", "true")
-    if config.engines.backend == "sglang" and config.engine_context > positions and not allowed:
-        raise ConfigError(
-            f"sampling.max_context_tokens: {config.model.path} has positions for {positions:,} tokens, and engines "
-            f"would serve {config.engine_context:,}; use at most {positions:,}, or set {LONGER_CONTEXTS} to 1 in "
-            "engines.sglang.environment"
-        )
+    engines, context = config.engines, config.engine_context
+    allowed = engines.sglang.environment.get(LONGER_CONTEXTS, "").lower() in ("1", "true")
+    if context <= positions or allowed or engines.backend != "sglang" or not engines.count:
+        return
+    table = "engines" if engines.max_context_tokens else "sampling"
+    raise ConfigError(
+        f"{table}.max_context_tokens: {config.model.path} has positions for {positions:,} tokens, and engines would "
+        f"serve {context:,}; use at most {positions:,}, or set {LONGER_CONTEXTS} to 1 in engines.sglang.environment"
+    )
 
 
 def check_weights(config: RunConfig) -> None:

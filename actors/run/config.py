@@ -122,11 +122,10 @@ class RunConfig(Section):
     @property
     def engine_context(self) -> int:
         """Most tokens of a context that an engine serves: by default as many as any session may have."""
-        owns = self.by_source().values()
-        longest = max(
-            max(own.sampling.max_context_tokens, own.evaluation.sampling.max_context_tokens or 0) for own in owns
+        return self.engines.max_context_tokens or max(
+            max(own.sampling.max_context_tokens, own.evaluation.sampling.max_context_tokens or 0)
+            for own in self.by_source().values()
         )
-        return self.engines.max_context_tokens or longest
 
     def by_source(self) -> dict[str, RunConfig]:
         """Return the configuration of each source's rollouts, by its name. Without sources it is this one, and the name

@@ -245,6 +245,10 @@ def test_contexts_beyond_the_positions_are_refused_for_sglang(tmp_path: Path) ->
     longer = (*keys, "sampling.max_context_tokens=50000")
     with pytest.raises(ConfigError, match="positions for 40,960 tokens, and engines would serve 50,000"):
         dry_run(path, (), longer)
+    with pytest.raises(ConfigError, match=r"^engines\.max_context_tokens: .* engines would serve 60,000"):
+        dry_run(path, (), (*longer, "engines.max_context_tokens=60000"))
+    attached = ("engines.count=0", 'engines.attach=["http://127.0.0.1:1"]')
+    assert dry_run(path, (), (*longer, *attached)).config.engine_context == 50_000
     assert dry_run(path, (), (*keys, "sampling.max_context_tokens=40960")).config.engine_context == 40_960
     allowed = 'engines.sglang.environment.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1"'
     assert dry_run(path, (), (*longer, allowed)).config.engine_context == 50_000
@@ -273,6 +277,7 @@ def test_the_facts_of_this_host_are_those_of_the_kernel() -> None:
         ("printf '81559\\n81559\\n81559\\n'", "2,GPU-8932f937", 2),
         ("printf '81559\\n81559\\n'", "-1", 0),
         ("echo '[N/A]'", None, "invalid literal"),
+        ("echo 'a driver of another version' >&2; exit 18", None, "a driver of another version"),
         ("echo 'NVIDIA-SMI has failed because the driver does not answer'; exit 9", None, "the driver does not answer"),
     ],
 )
