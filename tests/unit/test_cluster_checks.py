@@ -78,10 +78,14 @@ def test_resources_that_no_node_of_the_role_has_are_refused() -> None:
 
 
 def test_an_engine_on_more_nodes_than_there_are_is_refused() -> None:
-    nodes = [node("a", "control"), node("b", "work")]
-    refuse_too_few_nodes(nodes, "work", 1)
+    # A node without the GPUs of a part is none for it.
+    nodes, part = (
+        [node("a", "control"), node("b", "work", gpus=8), node("c", "work")],
+        Bundle(role=NodeRole.ENGINE, cpus=0, gpus=4),
+    )
+    refuse_too_few_nodes(nodes, "work", part, 1)
     with pytest.raises(CannotBePlaced, match=r"engines.nodes = 2: only 1 nodes have the label headrace/role=work"):
-        refuse_too_few_nodes(nodes, "work", 2)
+        refuse_too_few_nodes(nodes, "work", part, 2)
 
 
 def test_gpus_that_the_nodes_of_a_role_do_not_have_at_once_are_refused_with_both_sums() -> None:

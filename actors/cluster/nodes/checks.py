@@ -113,11 +113,12 @@ def refuse_too_large(
             free[place] -= gpus
 
 
-def refuse_too_few_nodes(nodes: Sequence[Node], label: str, needed: int) -> None:
-    """Raise CannotBePlaced if fewer nodes have the label of engines than one engine needs."""
-    if (there := sum(node.role == label for node in nodes)) < needed:
+def refuse_too_few_nodes(nodes: Sequence[Node], label: str, part: Bundle, needed: int) -> None:
+    """Raise CannotBePlaced if fewer nodes with the label of engines can hold a part of one than it has parts."""
+    if (there := sum(node.role == label and _holds(node, part) for node in nodes)) < needed:
         raise CannotBePlaced(
-            f"engines.nodes = {needed}: only {there} nodes have the label {ROLE_LABEL}={label}; lower it, or add nodes"
+            f"engines.nodes = {needed}: only {there} nodes have the label {ROLE_LABEL}={label} and room "
+            f"for a part ({part.described()}); lower it, or add nodes"
         )
 
 

@@ -110,9 +110,10 @@ async def check_cluster(config: RunConfig) -> None:
     labels = _needed(config)
     nodes = await living_nodes()
     refuse_absent_roles(nodes, labels)
-    refuse_too_large(nodes, labels, _bundles(config))
-    if NodeRole.ENGINE in labels:
-        refuse_too_few_nodes(nodes, labels[NodeRole.ENGINE], config.engines.nodes)
+    bundles = _bundles(config)
+    refuse_too_large(nodes, labels, bundles)
+    if parts := bundles.get("an engine"):
+        refuse_too_few_nodes(nodes, labels[NodeRole.ENGINE], parts[0], config.engines.nodes)
     ours = [node for node in nodes if node.role in labels.values()]
     engines, model = config.engines, [] if config.engines.is_simulated else [str(config.model.path)]
     paths, sglang = dict.fromkeys(labels.values(), model), dict[str, str]()
