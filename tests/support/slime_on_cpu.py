@@ -165,12 +165,11 @@ def _show_numpy_of_the_image(initialize: Any) -> None:
 
 
 def _name_collectives_as_this_torch(groups: Any) -> None:
-    """slime's process groups pass calls on under the names that torch had in its image. This torch calls three of them
+    """slime's process groups pass calls on under the names that torch had in its image. This torch calls two of them
     otherwise (`refuse_unlike_torch` is about that)."""
     own = groups.ReloadableProcessGroup
     own.all_gather_single = own._allgather_base
     own.reduce_scatter_single = own._reduce_scatter_base
-    own.all_to_all_single = own.alltoall_base
 
 
 class _Stream:
