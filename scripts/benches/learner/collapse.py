@@ -38,7 +38,7 @@ _KEEP_MEMORY: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run to emulate. `before` takes the settings without `ADDED` and `RATE_BEFORE`, `spoiled` the bad start."""
+    """A run to emulate. `before` takes the settings without `ADDED`, at `RATE_BEFORE`; `spoiled`, the bad start."""
 
     seed: int
     before: bool
