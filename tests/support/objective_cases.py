@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo with dual clip": {"correction": "none", "dual_clip": 1.6},
     "grpo with cap and dual clip": {"weight_cap": 1.3, "dual_clip": 1.6},
     "grpo with IcePop": {"correction": "icepop", "weight_floor": 0.7, "weight_cap": 1.5},
+    "grpo with truncated weights": {"correction": "tis", "weight_cap": 1.4},
     "grpo with a sequence mask": {"sequence_mask": 0.05},
     "gspo": {"objective": "gspo", "eps_low": 0.03, "eps_high": 0.04},
     "gspo as published": {"objective": "gspo", "correction": "none", "eps_low": 3e-4, "eps_high": 4e-4},

@@ -61,6 +61,8 @@ def test_decoupled_ppo_is_refused_because_its_clip_would_never_act() -> None:
             ("weight_floor 2", "weight_cap 2", "learner.weight_floor or"),
         ),
         ({"correction": "icepop", "eps_high": 0.3}, ("eps_high has no effect", "icepop", "remove learner.eps_high")),
+        ({"correction": "tis", "eps_low": 0.1}, ("eps_low has no effect", "tis", "remove learner.eps_low")),
+        ({"correction": "tis", "objective": "gspo"}, ("tis", "objective gspo", "set learner.objective to grpo")),
         ({"loss_weight": "constant"}, ("loss_weight constant", "learner.loss_constant", "set it")),
         ({"loss_constant": 100.0}, ("loss_constant", "loss_weight trajectory", "remove it")),
     ],

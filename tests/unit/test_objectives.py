@@ -189,7 +189,9 @@ class PaperLoss:
     def policy(self, current: np.ndarray, at: int) -> complex:
         config, advantage = self.config, float(self.advantages[at])
         ratio = np.exp(current[at] - self.behaviour[at])
-        if config.objective == "grpo":
+        if config.correction == "tis":
+            value = min(ratio.real, config.weight_cap) * advantage * current[at]
+        elif config.objective == "grpo":
             value = ratio * advantage if config.correction == "icepop" else self.ppo(ratio, advantage)
         elif config.objective == "gspo":
             value = self.ppo(self.row_ratio(current, at), advantage)

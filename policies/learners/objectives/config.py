@@ -21,7 +21,10 @@ PPO: Final = "ppo"
 OWN: Final = ("grpo", "gspo", "cispo", PPO)
 """headrace's own objectives. Each uses the ratio, and clips it."""
 
-Correction = Literal["cap", "icepop", "weights", "none"]
+UNCLIPPED: Final = ("icepop", "tis")
+"""Corrections with which grpo and ppo have no clip."""
+
+Correction = Literal["cap", "icepop", "tis", "weights", "none"]
 
 
 class ObjectiveConfig(Section):
@@ -41,9 +44,10 @@ class ObjectiveConfig(Section):
     """Ratio above which a token (gspo: a row) with a negative advantage has no gradient. None: no such clip."""
     correction: Correction = "cap"
     """Off-policy correction beside the clip. `cap`: the ratio inside the objective is at most weight_cap. `icepop`:
-    tokens whose ratio is outside weight_floor to weight_cap are masked, and grpo and ppo clip nothing. `weights`: the
-    loss of a token is multiplied by its ratio, at most weight_cap; only for objectives of other packages that do not
-    use the ratio. `none`: nothing, which is the default with `kind = "slime"`."""
+    tokens whose ratio is outside weight_floor to weight_cap are masked, and grpo and ppo clip nothing. `tis`: the
+    weight of a token is its ratio, at most weight_cap, and grpo and ppo clip nothing. `weights`: the loss of a token is
+    multiplied by its ratio, at most weight_cap; only for objectives of other packages that do not use the ratio.
+    `none`: nothing, which is the default with `kind = "slime"`."""
     weight_cap: float = Field(default=2.0, gt=0)
     """Maximum ratio, for `correction`."""
     weight_floor: float = Field(default=0.5, ge=0)
@@ -127,6 +131,15 @@ def corrected_twice(objective: str) -> str:
     )
 
 
+def _tis_is_alone(config: ObjectiveConfig) -> str | None:
+    if config.correction != "tis" or config.objective in ("grpo", PPO):
+        return None
+    return (
+        f"correction tis gives each token its truncated ratio, in place of what objective {config.objective} does with "
+        "it: set learner.objective to grpo, or learner.correction to none"
+    )
+
+
 def _is_not_decoupled(config: ObjectiveConfig) -> str | None:
     if config.objective != "decoupled_ppo":
         return None
@@ -160,13 +173,14 @@ def _cispo_has_no_dual_clip(config: ObjectiveConfig) -> str | None:
     )
 
 
-def _icepop_has_no_clip(config: ObjectiveConfig) -> str | None:
+def _one_bound_of_the_ratio(config: ObjectiveConfig) -> str | None:
     defaults = {name: ObjectiveConfig.model_fields[name].default for name in ("eps_low", "eps_high", "dual_clip")}
     given = [name for name, default in defaults.items() if getattr(config, name) != default]
-    if config.correction != "icepop" or config.objective not in ("grpo", PPO) or not given:
+    if config.correction not in UNCLIPPED or config.objective not in ("grpo", PPO) or not given:
         return None
+    bounds = "weight_floor and weight_cap" if config.correction == "icepop" else "weight_cap"
     return (
-        f"{given[0]} has no effect with correction icepop, which bounds the same ratio by weight_floor and weight_cap: "
+        f"{given[0]} has no effect with correction {config.correction}, which bounds the same ratio by {bounds}: "
         f"remove learner.{given[0]}"
     )
 
@@ -211,7 +225,8 @@ _CHECKS = (
     _ratio_is_corrected_once,
     _cap_is_above_the_clip,
     _cispo_has_no_dual_clip,
-    _icepop_has_no_clip,
+    _tis_is_alone,
+    _one_bound_of_the_ratio,
     _mask_leaves_something,
     _constant_goes_with_its_weight,
     _decay_goes_with_its_steps,

@@ -1,9 +1,9 @@
 """headrace's own policy losses. Each has the gradient -c A grad log p for a token, and differs in the coefficient c.
 
 With r = current / behaviour of a token, s = the geometric mean of r over the trained tokens of its row, C = weight_cap
-if `correction` is `cap` or `icepop` (otherwise infinite), and A the advantage of the token's trajectory:
+if `correction` is `cap`, `icepop` or `tis` (otherwise infinite), and A the advantage of the token's trajectory:
 
-    grpo   c = min(r, C) where the clip is not passed, otherwise 0; with `icepop` there is no clip
+    grpo   c = min(r, C) where the clip is not passed, otherwise 0; with `icepop` and `tis` there is no clip
     ppo    the same, with A of the token instead of its trajectory
     gspo   c = min(s, C) where the clip is not passed, otherwise 0
     cispo  c = min(clip(r, 1 - eps_low, 1 + eps_high), C)
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from headrace.policies.learners.objectives.config import ObjectiveConfig
+from headrace.policies.learners.objectives.config import UNCLIPPED, ObjectiveConfig
 from headrace.policies.learners.objectives.tokens import TokenLoss, TrainedTokens
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ def grpo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
     1707.06347), with DAPO's separate upper bound (arXiv 2503.14476) and the dual clip of arXiv 1912.09729.
 
     The loss of a token that passed the clip is 0 instead of PPO's constant, which has the same gradient. IcePop (arXiv
-    2510.18855) bounds the ratio to the sampling weights by a mask; a clip of that ratio would lie inside it."""
-    return _clipped(tokens, tokens.log_ratios_N().exp(), config, clips=config.correction != "icepop")
+    2510.18855) bounds the ratio to the sampling weights by a mask; a clip of that ratio would lie inside it. `tis` is
+    the policy gradient with truncated importance weights."""
+    return _clipped(tokens, tokens.log_ratios_N().exp(), config, clips=config.correction not in UNCLIPPED)
 
 
 def ppo(tokens: TrainedTokens, config: ObjectiveConfig) -> TokenLoss:
@@ -67,4 +68,4 @@ def _clipped(tokens: TrainedTokens, ratio_N: Tensor, config: ObjectiveConfig, *,
 
 def _capped(ratio_N: Tensor, config: ObjectiveConfig) -> Tensor:
     # icepop masks the tokens above the cap; an infinite ratio times 0 would not be 0.
-    return ratio_N.clamp(max=config.weight_cap) if config.correction in ("cap", "icepop") else ratio_N
+    return ratio_N.clamp(max=config.weight_cap) if config.correction in ("cap", *UNCLIPPED) else ratio_N
