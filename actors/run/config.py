@@ -369,7 +369,10 @@ def credit_of_steps_fits_the_run(config: RunConfig) -> str | None:
     if config.learner.objective == PPO:
         return f"{key}, but learner.objective {PPO} takes its advantages from the critic; set credit to reward"
     if config.learner.kind == "slime":
-        return f"{key}, but slime has one advantage for each rollout; set credit to reward, or learner.kind to megatron"
+        if (function := "--custom-advantage-function-path") in slime.flag_names(config.learner.slime.arguments):
+            return f"{key}, but {function} in learner.slime.arguments replaces all advantages; remove it"
+        if config.learner.objective == "gspo":
+            return f"{key}, but slime's gspo has one gradient for all tokens of a row; set learner.objective to grpo"
     return None
 
 

@@ -139,6 +139,8 @@ class SlimeGroup(RankGroup):
             num_nodes=self.args.actor_num_nodes,
             num_gpus_per_node=self.args.actor_num_gpus_per_node,
             pg=self._placement,
+            with_ref=self.args.use_kl_loss,
+            with_opd_teacher=self.args.use_opd,
             actor_cls=SlimeRank,
         )
         try:
@@ -148,7 +150,8 @@ class SlimeGroup(RankGroup):
         self._ranks = group._actor_handlers  # noqa: SLF001 - see `checkout`
         # Known before they load the model, so that `close` can wait for their end at any time.
         self._find_processes()
-        initialised = [rank.init.remote(self.args, group.role) for rank in self._ranks]
+        models = (group._with_ref, group._with_opd_teacher)  # noqa: SLF001
+        initialised = [rank.init.remote(self.args, group.role, *models) for rank in self._ranks]
         try:
             self._answers(initialised)
         except RankFailed as error:

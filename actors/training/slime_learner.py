@@ -31,6 +31,7 @@ from headrace.policies.learners import checkpoints
 from headrace.policies.learners.checkpoint_retention import remove_old
 from headrace.policies.learners.checkpoints import refuse_mismatch
 from headrace.policies.learners.config import row_limits, trained_as
+from headrace.policies.learners.logprob_drift import DriftSums
 from headrace.policies.learners.one_thread import OneThreadLearner
 from headrace.policies.learners.progress import LearnerProgress, batch_metrics
 from headrace.policies.learners.slime import batches, checkout, visibility
@@ -47,7 +48,7 @@ SLIME_STATE: Final = "slime"
 KEPT_SNAPSHOTS: Final = 2
 """Number of snapshots to keep: the one being pushed and the one just written."""
 _STAGED: Final = "tmp-"
-_RENAMED: Final = {"pg_clipfrac": "clip_fraction", "entropy_loss": "entropy"}
+_RENAMED: Final = {"pg_clipfrac": "clip_fraction", "entropy_loss": "entropy", "kl_loss": "kl"}
 """slime's names of numbers that headrace's metrics have under other names."""
 _NOT_REPORTED: Final = ("train/step", "train/global_batch_size", "train/lr-pg_")
 
@@ -96,7 +97,7 @@ class SlimeTrainer:
             self.progress.stop_when_diverged()
             return self._last_report
         started = time.perf_counter()
-        data = batches.scheduled_data(batch, self._limits, args=self.group.args, parallel=self._parallel)
+        data = batches.scheduled_data(batch, self._limits, self._config, args=self.group.args, parallel=self._parallel)
         results = self.group.train(self.progress.version.step, data)
         [scheduled] = {result.scheduled for result in results}
         # slime's scheduler counts rollouts, and moves only with the optimizer.
@@ -105,7 +106,10 @@ class SlimeTrainer:
         version = self.progress.stepped(batch, skipped=skipped)
         metrics = batch_metrics(batch) | _slime_metrics(results) | {"seconds": time.perf_counter() - started}
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._last_report = StepReport(batch_id=batch.lease.batch_id, version=version, skipped=skipped, metrics=finite)
+        drift = sum((result.drift for result in results), DriftSums()).drift()
+        self._last_report = StepReport(
+            batch_id=batch.lease.batch_id, version=version, skipped=skipped, metrics=finite, drift=drift
+        )
         self.progress.stop_when_diverged()
         return self._last_report
 

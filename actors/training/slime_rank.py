@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.observability import logging_utils
+from slime.utils import accelerator
 
-from headrace.policies.learners.slime import visibility
+from headrace.policies.learners.logprob_drift import DriftSums
+from headrace.policies.learners.slime import adam, token_terms, visibility
 from headrace.policies.processes.parent_death import die_with_parent
 
 
@@ -36,12 +39,13 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlimeRankStep:
-    """Result of a step on a rank: the numbers that slime logged there, the learning rate of the update, and
-    `RankState.scheduled` after it."""
+    """Result of a step on a rank: the numbers that slime logged there, the learning rate of the update,
+    `RankState.scheduled` after it, and the comparison of this rank's log-probabilities with the engines'."""
 
     metrics: dict[str, float]
     learning_rate: float
     scheduled: int
+    drift: DriftSums
 
 
 class SlimeRank(MegatronTrainRayActor):  # type: ignore[misc]
@@ -56,8 +60,19 @@ class SlimeRank(MegatronTrainRayActor):  # type: ignore[misc]
             self._logged |= {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
             log(args, metrics, step_key)
 
-        # slime's modules call it through the module's attribute.
-        logging_utils.log = record
+        self._compared: list[Any] = []
+        capture = loss._maybe_capture_log_probs  # noqa: SLF001 - see `checkout`
+
+        def compare(batch: dict[str, Any], logprobs: list[Any]) -> None:
+            # A loss that is computed again for its gradient (--recompute-loss-function) has the same batch.
+            if not batch.setdefault("compared", False):
+                batch["compared"] = True
+                self._compared.append(token_terms.compared(batch, logprobs))
+            capture(batch, logprobs)
+
+        # slime's modules call both through the module's attribute.
+        logging_utils.log, loss._maybe_capture_log_probs = record, compare  # noqa: SLF001
+        adam.use()
         start: int | None = super().init(args, role, with_ref=with_ref, with_opd_teacher=with_opd_teacher)
         # slime collects garbage several times a step, each time over all that torch, Ray and Megatron have imported.
         gc.collect()
@@ -78,13 +93,19 @@ class SlimeRank(MegatronTrainRayActor):  # type: ignore[misc]
         )
 
     def train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> SlimeRankStep:
-        self._logged = {}
+        self._logged, self._compared = {}, []
         # slime logs the rate of the next update.
         rate = float(self.optimizer.param_groups[0]["lr"])
         super().train(rollout_id, rollout_data_ref, external_data=external_data)
         return SlimeRankStep(
-            metrics=self._logged, learning_rate=rate, scheduled=int(self.opt_param_scheduler.num_steps)
+            metrics=self._logged,
+            learning_rate=rate,
+            scheduled=int(self.opt_param_scheduler.num_steps),
+            drift=token_terms.drift_sums(self._compared),
         )
+
+    def _get_rollout_data(self, rollout_data_ref: Any) -> Any:
+        return token_terms.take_arrays(super()._get_rollout_data(rollout_data_ref), accelerator.current_device())
 
     def export(self, directory: str) -> None:
         """Write the model as a Hugging Face directory, together with all other ranks; one rank of each node writes."""

@@ -76,7 +76,7 @@ class DriftMeter:
         """Add a micro-batch of `rows`, which was computed as `positions` positions including padding. `logprobs_N` are
         the current log-probabilities of its trained tokens."""
         behaviour_N = np.concatenate([row.logprobs_T[row.loss_mask_T] for row in rows])
-        staleness_N = np.concatenate([self._staleness_T(row)[row.loss_mask_T] for row in rows])
+        staleness_N = np.concatenate([staleness_T(self._batch, row)[row.loss_mask_T] for row in rows])
         difference_N = logprobs_N.astype(np.float64) - behaviour_N
         self.sums += DriftSums(
             differences={int(key): (difference_N[staleness_N == key],) for key in np.unique(staleness_N)},
@@ -86,12 +86,13 @@ class DriftMeter:
             capped=int((difference_N > np.log(self._cap)).sum()),
         )
 
-    def _staleness_T(self, row: Row) -> npt.NDArray[np.int64]:
-        staleness_T = np.zeros(len(row.tokens_T), dtype=np.int64)
-        for span in row.versions:
-            key = _STALE_KV if span.stale_kv else self._batch.staleness_of(span.version)
-            staleness_T[span.start : span.end] = key
-        return staleness_T
+
+def staleness_T(batch: Batch, row: Row) -> npt.NDArray[np.int64]:
+    """Return the staleness of each token of a row of a batch, -1 for tokens sampled with stale keys and values."""
+    keys_T = np.zeros(len(row.tokens_T), dtype=np.int64)
+    for span in row.versions:
+        keys_T[span.start : span.end] = _STALE_KV if span.stale_kv else batch.staleness_of(span.version)
+    return keys_T
 
 
 def _ratios(difference_n: npt.NDArray[np.float64]) -> TokenRatios:

@@ -22,7 +22,7 @@ from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind
 from headrace.buffer.trajectories.types import Batch, BatchItem, Row
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import Objective, trajectory_weights
-from headrace.policies.learners.objectives.observation import observation_weights
+from headrace.policies.learners.objectives.observation import observation_weights, observed_kinds_T
 from headrace.policies.learners.objectives.tokens import TrainedTokens
 from headrace.policies.learners.progress import trained_tokens
 
@@ -66,7 +66,7 @@ def weighted_rows(batch: Batch, objective: Objective, config: ObjectiveConfig) -
     ]
     if not observes:
         return rows
-    kinds = [_observed_kinds_T(row.row) for row in rows]
+    kinds = [observed_kinds_T(row.row) for row in rows]
     by_row = observation_weights([[int((kinds_T == kind).sum()) for kind in OBSERVED] for kinds_T in kinds], config)
     return [replace(row, observation_weights=weights) for row, weights in zip(rows, by_row, strict=True)]
 
@@ -76,16 +76,6 @@ def _advantages_of(item: BatchItem, number: int) -> npt.NDArray[np.float32] | No
     own."""
     advantages_T = item.row_advantages(number)
     return None if advantages_T is None else advantages_T[item.trajectory.rows[number].loss_mask_T]
-
-
-def _observed_kinds_T(row: Row) -> npt.NDArray[np.uint8]:
-    """Return the kinds of observed tokens, and `SCAFFOLD` for all others and the first token, which has no context."""
-    scaffold = np.uint8(TokenKind.SCAFFOLD)
-    if row.kinds_T is None:
-        return np.full(len(row.tokens_T), scaffold)
-    kinds_T = np.where(np.isin(row.kinds_T, OBSERVED) & ~row.loss_mask_T, row.kinds_T, scaffold)
-    kinds_T[0] = scaffold
-    return kinds_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,7 +176,7 @@ def _observed(rows: Sequence[WeightedRow], trained_BT: torch.Tensor) -> tuple[to
     kinds_BT = np.full(trained_BT.shape, TokenKind.SCAFFOLD, dtype=np.uint8)
     weights_BT = np.zeros(trained_BT.shape, dtype=np.float32)
     for index, row in enumerate(rows):
-        kinds_T = _observed_kinds_T(row.row)
+        kinds_T = observed_kinds_T(row.row)
         kinds_BT[index, : len(kinds_T)] = kinds_T
         for kind, weight in zip(OBSERVED, row.observation_weights or (), strict=True):
             weights_BT[index, : len(kinds_T)][kinds_T == kind] = weight

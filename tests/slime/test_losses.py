@@ -1,10 +1,12 @@
-"""headrace's objectives without a cap have the gradients of slime's own `loss_function`, which runs unmodified."""
+"""headrace's objectives have the gradients of slime's own `loss_function`, which runs unmodified with the flags, data
+and hooks of the slime learner."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
+from headrace.buffer.trajectories.token_kinds import TokenKind
 from headrace.buffer.trajectories.types import Batch
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.micro_batches import collate, weighted_rows
-from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.loss import weighted_loss
+from headrace.policies.learners.objectives.observation import observation_loss
+from headrace.policies.learners.slime import arguments, batches
+from headrace.policies.learners.slime.arguments import SlimeTerms
 from support.objective_cases import logprobs_of, make_batch, make_row, objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,31 +33,46 @@ TEMPERATURE = 0.8
 MICRO_BATCHES = ((0, 3), (1, 2, 4))
 """The two rows of the first rollout, 0 and 1, are in different micro-batches."""
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "grpo": ({"correction": "none"}, {"advantage_estimator": "grpo"}),
-    "gspo": (
-        {"correction": "none", "objective": "gspo", "eps_low": 0.03, "eps_high": 0.04},
-        {"advantage_estimator": "gspo", "eps_clip": 0.03, "eps_clip_high": 0.04},
-    ),
-    "cispo": ({"correction": "none", "objective": "cispo"}, {"advantage_estimator": "cispo"}),
-    "dual clip": ({"correction": "none", "dual_clip": 1.5}, {"advantage_estimator": "grpo", "eps_clip_c": 1.5}),
-    "sequence mask": (
-        {"correction": "none", "sequence_mask": 0.02},
-        {"advantage_estimator": "grpo", "use_opsm": True, "opsm_delta": 0.02},
-    ),
-    "entropy": (
-        {"correction": "none", "entropy_coef": 0.3},
-        {"advantage_estimator": "grpo", "entropy_coef": 0.3},
-    ),
-    **{
-        kind: (
-            {"correction": "none", "kl_coef": 0.2, "kl_kind": kind},
-            {"advantage_estimator": "grpo", "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": slimes},
-        )
-        for kind, slimes in (("k1", "k1"), ("k2", "k2"), ("k3", "low_var_kl"))
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gspo": {"objective": "gspo", "eps_low": 0.03, "eps_high": 0.04},
+    "cispo": {"objective": "cispo"},
+    "dual clip": {"dual_clip": 1.5},
+    "tis": {"correction": "tis", "weight_cap": 1.4},
+    "icepop": {"correction": "icepop", "weight_floor": 0.7, "weight_cap": 1.5},
+    "sequence mask": {"sequence_mask": 0.02},
+    "entropy": {"entropy_coef": 0.3},
+    "token": {"loss_weight": "token"},
+    "constant": {"loss_weight": "constant", "loss_constant": 6.5, "entropy_coef": 0.3},
+    "observations": {"observation_coef": 0.5},
+    "observations over tokens": {
+        "correction": "tis",
+        "observation_coef": 0.5,
+        "observation_mean": "token",
+        "observation_target": "full",
     },
+    **{kind: {"kl_coef": 0.2, "kl_kind": kind} for kind in ("k1", "k2", "k3")},
 }
-"""Settings of headrace, and slime's flags for the same loss."""
+"""Keys of [learner]."""
+TWICE = "corrected twice"
+CORRECTED_TWICE = {
+    "--get-mismatch-metrics": "",
+    "--custom-tis-function-path": "slime.backends.megatron_utils.loss.vanilla_tis_function",
+}
+"""Flags beside those of grpo: slime applies a function for mismatch metrics to the loss as well."""
+
+
+def batch_for(config: LearnerConfig) -> Batch:
+    """slime's GSPO has one gradient for all tokens of a row: turns with advantages of their own are refused there."""
+    return the_batch(turns=config.objective != "gspo")
+
+
+def terms_of(keys: dict[str, Any]) -> SlimeTerms:
+    folders = {"model_dir": "/model", "checkpoint_dir": "/run/checkpoints", "snapshot_dir": "/run/weights"}
+    learner = LearnerConfig.model_validate({"kind": "slime", "slime": {"gpus_per_node": 1}, **folders, **keys})
+    terms = SlimeTerms(learner=learner, batch_size=4, temperature=TEMPERATURE, steps=1)
+    assert arguments.problem(terms) is None
+    return terms
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +82,22 @@ def slimes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Te
         if not folder:
             pytest.skip(f"{name} is not set: it names a checkout outside the repository")
     folder = tmp_path_factory.mktemp("slime")
-    batch, logits = the_batch(), the_logits()
-    common = {"eps_clip": 0.2, "eps_clip_high": 0.28, "rollout_temperature": TEMPERATURE}
-    cases = [
-        {
-            "flags": common | flags,
-            "rows": slime_rows(batch),
-            "logits": torch.cat(logits),
-            "rollouts": len(batch.items),
-            "micro_batches": MICRO_BATCHES,
-        }
-        for _, flags in CASES.values()
-    ]
+    logits, cases = the_logits(), []
+    for name, keys in {**CASES, TWICE: {}}.items():
+        terms = terms_of(keys)
+        batch = batch_for(terms.learner)
+        flags = {flag.name: " ".join(flag.values) for flag in arguments.flags(terms, load=Path("/model"))}
+        flags |= CORRECTED_TWICE if name == TWICE else {}
+        rows = slime_rows(batch, terms.learner)
+        cases.append(
+            {
+                "flags": flags,
+                "rows": rows,
+                "logits": torch.cat(logits),
+                "rollouts": len(batch.items),
+                "micro_batches": MICRO_BATCHES,
+            }
+        )
     torch.save(cases, folder / "in")
     environment = {
         "PATH": os.environ["PATH"],
@@ -80,11 +107,12 @@ def slimes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Te
     }
     command = [sys.executable, "-W", "ignore", "-m", "support.slime_losses", str(folder / "in"), str(folder / "out")]
     subprocess.run(command, check=True, env=environment, cwd=folder, timeout=300)
-    return dict(zip(CASES, torch.load(folder / "out"), strict=True))
+    return dict(zip((*CASES, TWICE), torch.load(folder / "out"), strict=True))
 
 
-def the_batch() -> Batch:
-    """Four rollouts, of which the first has two rows; ratios are on both sides of every bound."""
+def the_batch(*, turns: bool = True) -> Batch:
+    """Four rollouts, of which the first has two rows, and the second a turn with an advantage of its own; ratios are on
+    both sides of every bound."""
     generator = np.random.default_rng(5)
     logits = the_logits()
     rows = []
@@ -95,9 +123,18 @@ def the_batch() -> Batch:
         mask[-1] = True
         current = (logits[index] / TEMPERATURE).log_softmax(-1)[:-1].gather(-1, torch.from_numpy(tokens[1:, None]))
         drift = generator.normal(0, 0.05) + generator.normal(0, 0.4, size=length)
-        rows.append(make_row(tokens.tolist(), mask.tolist(), np.concatenate([[0.0], current[:, 0].numpy()]) - drift))
+        kinds = np.where(mask, TokenKind.SAMPLED, generator.choice(list(TokenKind)[:-1], size=length))
+        behaviour = np.concatenate([[0.0], current[:, 0].numpy()]) - drift
+        rows.append(make_row(tokens.tolist(), mask.tolist(), behaviour, kinds.tolist()))
     items = [(1.2, rows[:2]), (-0.7, rows[2:3]), (-1.5, rows[3:4]), (0.4, rows[4:])]
-    return make_batch(items, temperature=TEMPERATURE)
+    batch = make_batch(items, temperature=TEMPERATURE)
+    if not turns:
+        return batch
+    # A turn with an advantage of its own: the second half of the third row.
+    span = TokenSpan(0, LENGTHS[2] // 2, LENGTHS[2])
+    scores = StepScores(credit=Credit.STEPS, outcome=0.0, coefficient=1.0, steps=(ScoredStep(2, 1.0, (span,)),))
+    judged = replace(batch.items[1], scores=scores, turn_advantages={2: 0.9})
+    return replace(batch, items=(batch.items[0], judged, *batch.items[2:]))
 
 
 LENGTHS = (12, 9, 15, 20, 11)
@@ -113,26 +150,15 @@ def reference_logits() -> list[torch.Tensor]:
     return [logits + 1.5 * torch.randn(logits.shape, generator=generator) for logits in the_logits()]
 
 
-def slime_rows(batch: Batch) -> list[dict[str, Any]]:
-    """The rows in slime's form: a prompt, which ends before the first trained token, and a response with a mask."""
-    rows = []
-    references = iter(reference_logits())
-    for item in batch.items:
-        mask_sum = sum(int(row.loss_mask_T.sum()) for row in item.trajectory.rows)
-        for row in item.trajectory.rows:
-            start = int(row.loss_mask_T.argmax())
-            tokens = torch.from_numpy(row.tokens_T.astype(np.int64))
-            logprobs = (next(references) / TEMPERATURE).log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
-            rows.append(
-                {
-                    "tokens": tokens,
-                    "loss_mask": torch.from_numpy(row.loss_mask_T[start:].astype(np.int64)),
-                    "mask_sum": torch.tensor(mask_sum),
-                    "behaviour": torch.from_numpy(row.logprobs_T[start:].copy()),
-                    "reference": logprobs[start - 1 :],
-                    "advantage": item.advantage,
-                }
-            )
+def slime_rows(batch: Batch, config: LearnerConfig) -> list[dict[str, Any]]:
+    """The rows as the slime learner hands them to a rank, with the log-probabilities of the reference."""
+    limits = RowLimits(vocabulary=VOCABULARY, tokens=100)
+    data = batches.train_data(batch, limits, config, temperature=TEMPERATURE)
+    rows = [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
+    for row, logits in zip(rows, reference_logits(), strict=True):
+        tokens = torch.from_numpy(row["tokens"].astype(np.int64))
+        logprobs = (logits / TEMPERATURE).log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
+        row["ref_log_probs"] = logprobs[-row["response_lengths"] :]
     return rows
 
 
@@ -144,16 +170,22 @@ def padded(logits: list[torch.Tensor], indices: tuple[int, ...]) -> torch.Tensor
 def test_gradients_equal_those_of_slimes_loss_function(
     name: str, slimes: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    config = ObjectiveConfig(**CASES[name][0])
+    config = terms_of(CASES[name]).learner
     objective = objective_of(config)
-    rows = weighted_rows(the_batch(), objective, config)
+    rows = weighted_rows(batch_for(config), objective, config)
     logits = [tensor.requires_grad_() for tensor in the_logits()]
     for indices in MICRO_BATCHES:
         micro = collate([rows[index] for index in indices], torch.device("cpu"))
         logprobs, entropies = logprobs_of(padded(logits, indices), micro)
         reference, _ = logprobs_of(padded(reference_logits(), indices), micro)
-        tokens = micro.trained_tokens(logprobs, entropies, reference)
+        tokens = micro.trained_tokens(*map(micro.of_trained, (logprobs, entropies, reference)))
         loss, _ = weighted_loss(tokens, micro.weights_N, objective, config)
+        if micro.observed is not None:
+            selected = logprobs[~micro.observed.trained_S]
+            loss += (
+                config.observation_coef
+                * observation_loss(selected, micro.observed.weights_M, micro.observed.warnings_M)[0]
+            )
         loss.backward()
     _, expected = slimes[name]
     gradient = torch.cat([tensor.grad for tensor in logits if tensor.grad is not None])
@@ -166,3 +198,11 @@ def test_every_case_has_a_gradient_of_its_own(slimes: dict[str, tuple[torch.Tens
     gradients = [gradient for _, gradient in slimes.values()]
     for index, one in enumerate(gradients):
         assert all(float((one - other).abs().max()) > 1e-3 for other in gradients[:index])
+
+
+def test_a_clip_beside_a_weight_of_the_same_ratio_corrects_twice(
+    slimes: dict[str, tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """The figures of docs/objectives.md."""
+    norms = {name: round(float(gradient.norm()), 3) for name, (_, gradient) in slimes.items()}
+    assert (norms["tis"], norms["grpo"], norms[TWICE]) == (0.22, 0.197, 0.26)

@@ -60,6 +60,10 @@ async def test_a_shape_trains_what_data_parallel_ranks_train(tmp_path: Path, eve
     assert all(torch.equal(exported[key], given[key]) for key in given)
     for key in ("loss", "grad_norm", "train_rollout_logprob_abs_diff"):
         assert report.metrics[key] == pytest.approx(expected.metrics[key], rel=0.02, abs=2e-3), key
+    # Each token is compared once, whichever ranks have it.
+    assert report.drift is not None
+    assert expected.drift is not None
+    assert report.drift.by_staleness[0].tokens == expected.drift.by_staleness[0].tokens
 
     async with rig.open_learner(terms) as learner:
         await learner.open(checkpoint, epoch=2)

@@ -24,7 +24,7 @@ def both(batch: Batch, terms: SlimeTerms, layouts: list[dict[str, int]]) -> list
     assert limits is not None
     found = []
     for layout in layouts:
-        ours = batches.scheduled_data(batch, limits, args=args, parallel=layout)
+        ours = batches.scheduled_data(batch, limits, terms.learner, args=args, parallel=layout)
         for data in ours:
             tensorize_rollout_data_for_training(data)
         found.append((ours, of_rollout_manager(batch, args, layout)))

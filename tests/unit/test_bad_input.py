@@ -638,7 +638,17 @@ def test_true_rewards_can_be_named_without_quotes(text: str, wanted: str, recipe
     [
         (["agent.loop.judge.rule=a:b", "buffer.rule=all | expiring(1)"], "buffer.rule is all | expiring(1); set all"),
         (["agent.loop.judge.rule=a:b", "learner.objective=ppo"], "takes its advantages from the critic"),
-        (["agent.loop.judge.rule=a:b", "learner.kind=slime", "learner.kl_coef=0"], "slime has one advantage for each"),
+        (
+            ["agent.loop.judge.rule=a:b", "learner.kind=slime", "learner.objective=gspo"],
+            "slime's gspo has one gradient for all tokens of a row; set learner.objective to grpo",
+        ),
+        (
+            [
+                *("agent.loop.judge.rule=a:b", "learner.kind=slime"),
+                'learner.slime.arguments=["--custom-advantage-function-path", "mine.function"]',
+            ],
+            "--custom-advantage-function-path in learner.slime.arguments replaces all advantages; remove it",
+        ),
         ([], "credit is steps, but no scores exist without a judge; set service or rule"),
     ],
 )

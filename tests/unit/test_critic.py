@@ -54,7 +54,7 @@ def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant_one()
         (
             "claude_code",
             ["learner.kind=slime", "learner.objective=ppo"],
-            'learner.objective "ppo" is not one of slime\'s',
+            'learner.objective "ppo", whose critic would take turns',
         ),
         ("quickstart", ["learner.objective=ppo", "learner.correction=weights"], "corrected twice"),
     ],

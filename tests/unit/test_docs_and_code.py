@@ -162,6 +162,15 @@ FOREIGN_FLAGS = {
     *("--api-key", "--base-gpu-id", "--constrained-json-disable-any-whitespace", "--enable-metrics", "--enable-trace"),
     *("--grammar-backend", "--mem-fraction-static", "--otlp-traces-endpoint", "--tp-size"),  # SGLang
     *("--hidden-size", "--num-layers", "--swiglu", "--use-rollout-logprobs"),  # slime
+    *(
+        "--advantage-estimator",
+        "--custom-advantage-function-path",
+        "--entropy-coef",
+        "--eps-clip-c",
+        "--keep-old-actor",
+    ),
+    *("--get-mismatch-metrics", "--loss-type", "--normalize-advantages", "--opd-teacher-load", "--opsm-delta"),
+    *("--tis-clip", "--tis-clip-low", "--use-kl-loss", "--use-opd", "--use-opsm", "--use-tis", "--use-unbiased-kl"),
     *("--dist", "--forked", "--maxfail", "--stepwise", "--strict-config"),  # pytest
     *("--bare", "--config", "--enable-feature", "--from", "--from-file", "--gil", "--git", "--mount", "--preserve-env"),
     *("--scope", "--search", "--user"),

@@ -121,7 +121,6 @@ def test_a_schedule_and_its_steps_go_together(keys: dict[str, Any], part: str) -
     [
         ("quickstart", ["learner.kind=external"], "no effect with learner.kind external"),
         ("quickstart", ["buffer.zero_variance=filter"], "set buffer.zero_variance to keep"),
-        ("claude_code", ["learner.kind=slime"], "slime's loss has no term for observations; set it to 0.0"),
     ],
 )
 def test_recipes_that_cannot_train_observations_are_refused(recipe: str, overrides: list[str], part: str) -> None:

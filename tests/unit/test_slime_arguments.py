@@ -17,6 +17,8 @@ from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.learners.slime import arguments
 
 MODEL = Path("/model")
+KEPT = "headrace.policies.learners.slime.token_terms.keep_advantages"
+ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "claude_code.toml"
 
 
@@ -74,15 +76,77 @@ def test_a_micro_batch_is_divided_among_the_gpus_that_share_a_row() -> None:
         (("--lr", "1"), r"--lr is decided by learner.learning_rate"),
         (("--load", "/x"), "--load is decided by model.path"),
         (("--colocate",), "--colocate contradicts the recipe: trainer and engines have GPUs of their own"),
-        (("--use-tis",), "--use-tis contradicts the recipe: the objective is learner.objective"),
-        (("--num-steps-per-rollout", "2"), "one update per batch"),
+        (("--use-tis",), '--use-tis contradicts the recipe: learner.correction decides it .*"tis"'),
+        (("--use-kl-loss",), "--use-kl-loss contradicts the recipe: learner.kl_coef decides it"),
+        (("--calculate-per-token-loss",), 'learner.loss_weight = "token" is the same'),
+        (
+            ("--keep-old-actor",),
+            "in no checkpoint; with one update per batch the policy before the update is the one in",
+        ),
+        (("--ref-update-interval", "10"), "no checkpoint has the moved reference"),
+        (("--num-steps-per-rollout", "2"), "one update per batch: lower buffer.batch_size"),
         (("--custom-config-path", "x.yaml"), "would change arguments outside this list"),
-        (("--no-save-optim",), "headrace saves and resumes"),
+        (("--no-save-optim",), "headrace saves and resumes checkpoints itself, with the optimizer's moments"),
+        # Flags that would do nothing.
+        (("--tis-clip-low", "0.5"), '--tis-clip-low needs learner.correction = "tis"'),
+        (("--custom-tis-function-path", "x.y"), 'needs learner.correction = "tis", or only to measure'),
+        (("--get-mismatch-metrics", "--custom-tis-function-path", ICEPOP), "or only to measure a mismatch"),
+        (("--custom-loss-function-path", "x.y"), "needs --loss-type custom_loss"),
+        (("--use-unbiased-kl",), "--use-unbiased-kl needs learner.kl_coef above 0"),
+        (("--use-opd", "--opd-type", "sglang"), "--use-opd needs --opd-teacher-load"),
     ],
 )
 def test_flags_that_contradict_the_recipe_are_refused_by_name(words: tuple[str, ...], problem: str) -> None:
     given = terms(slime={"arguments": ("--swiglu", *words)})
     assert re.search(problem, arguments.problem(given) or "")
+
+
+@pytest.mark.parametrize(
+    ("learner", "flags"),
+    [
+        ({}, {"--use-rollout-logprobs": "", "--custom-advantage-function-path": KEPT}),
+        ({"correction": "tis", "weight_cap": 3.0}, {"--use-tis": "", "--tis-clip": "3.0"}),
+        (
+            {"correction": "icepop"},
+            {"--use-tis": "", "--tis-clip": "2.0", "--tis-clip-low": "0.5", "--custom-tis-function-path": ICEPOP},
+        ),
+        ({"sequence_mask": 0.1}, {"--use-opsm": "", "--opsm-delta": "0.1"}),
+        (
+            {"kl_coef": 0.1},
+            {"--use-kl-loss": "", "--kl-loss-coef": "0.1", "--kl-loss-type": "low_var_kl", "--ref-load": "/model"},
+        ),
+        ({"kl_coef": 0.1, "kl_kind": "k2"}, {"--kl-loss-type": "k2"}),
+        ({"observation_coef": 0.1}, {"--loss-type": "custom_loss"}),
+    ],
+)
+def test_terms_of_the_loss_are_flags(learner: dict[str, Any], flags: dict[str, str]) -> None:
+    given = terms(**learner)
+    assert arguments.problem(given) is None
+    line = values(given)
+    assert flags.items() <= line.items()
+    assert ("--use-rollout-logprobs" in line) == (given.learner.correction == "none")
+
+
+@pytest.mark.parametrize(
+    ("words", "learner"),
+    [
+        (("--tis-clip-low", "0.5", "--custom-tis-function-path", "mine.weights"), {"correction": "tis"}),
+        (("--get-mismatch-metrics", "--custom-tis-function-path", "mine.weights"), {}),
+        (("--use-unbiased-kl",), {"kl_coef": 0.1}),
+        (("--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "/teacher"), {}),
+        (("--loss-type", "custom_loss", "--custom-loss-function-path", "mine.loss"), {}),
+        (("--custom-advantage-function-path", "mine.advantages"), {}),
+        (("--custom-pg-loss-reducer-function-path", "mine.reducer"), {}),
+        (("--normalize-advantages",), {}),
+        (("--rollout-data-postprocess-path", "mine.change"), {}),
+        (("--custom-megatron-init-path", "mine.init"), {}),
+        (("--custom-megatron-before-train-step-hook-path", "mine.before"), {}),
+    ],
+)
+def test_what_slime_offers_beside_the_keys_is_passed_on(words: tuple[str, ...], learner: dict[str, Any]) -> None:
+    given = terms(slime={"arguments": ("--swiglu", *words)}, **learner)
+    assert arguments.problem(given) is None
+    assert not set(values(given)) & set(words)
 
 
 def test_every_flag_of_ours_is_refused_from_a_user() -> None:
@@ -97,9 +161,17 @@ def test_every_flag_of_ours_is_refused_from_a_user() -> None:
     ("change", "problem"),
     [
         ({"batch_size": 7, "slime": {"gpus_per_node": 8}}, "buffer.batch_size 7 is below the 8 data-parallel ranks"),
-        ({"objective": "mine"}, "learner.objective .* is not one of slime's"),
-        ({"correction": "cap"}, "learner.correction is cap, but .* headrace does not pass on yet; set it to none"),
-        ({"kl_coef": 0.1}, "learner.kl_coef is 0.1, but .* headrace does not pass on yet; set it to 0.0"),
+        (
+            {"objective": "mine"},
+            r'learner.objective "mine" is not one of those that slime trains here \(grpo, gspo, cispo\)',
+        ),
+        ({"objective": "ppo"}, 'whose critic would take turns .* or learner.kind = "megatron"'),
+        ({"correction": "cap"}, "learner.correction is cap, but .* learner.dual_clip; set it to none or tis or icepop"),
+        (
+            {"correction": "icepop", "objective": "gspo"},
+            "learner.correction is icepop, .* set learner.objective to grpo",
+        ),
+        ({"correction": "tis", "sequence_mask": 0.1}, "learner.correction is tis, .* remove learner.sequence_mask"),
         ({"recompute": True}, "learner.recompute is True, but .* --recompute-granularity"),
     ],
 )

@@ -20,9 +20,11 @@ from headrace.buffer.trajectories.types import (
 )
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
+from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.slime import batches
 
 LIMITS = RowLimits(vocabulary=100, tokens=32)
+PLAIN = ObjectiveConfig()
 
 
 def row(mask: str, *, first: int = 1) -> Row:
@@ -54,7 +56,7 @@ def batch(*rollouts: tuple[Row, ...], temperature: float = 1.0) -> Batch:
 
 
 def test_rows_of_a_rollout_share_an_id_a_mask_sum_and_the_advantage() -> None:
-    data = batches.train_data(batch((row("..x.xx"), row(".xx")), (row("...x"),)), LIMITS, temperature=1.0)
+    data = batches.train_data(batch((row("..x.xx"), row(".xx")), (row("...x"),)), LIMITS, PLAIN, temperature=1.0)
     assert data["rollout_ids"] == [0, 0, 1]
     assert data["rollout_mask_sums"] == [5, 5, 1]
     assert data["rewards"] == [-0.5, -0.5, 0.5]
@@ -64,7 +66,7 @@ def test_rows_of_a_rollout_share_an_id_a_mask_sum_and_the_advantage() -> None:
 
 
 def test_a_response_begins_with_the_first_trained_token() -> None:
-    data = batches.train_data(batch((row("..x.xx"),)), LIMITS, temperature=1.0)
+    data = batches.train_data(batch((row("..x.xx"),)), LIMITS, PLAIN, temperature=1.0)
     assert data["response_lengths"] == [4]
     assert data["loss_masks"][0].tolist() == [1, 0, 1, 1]
     assert data["rollout_log_probs"][0].tolist() == [-0.5, 0.0, -0.5, -0.5]
@@ -72,7 +74,9 @@ def test_a_response_begins_with_the_first_trained_token() -> None:
 
 
 def test_a_rollout_without_trained_tokens_still_counts() -> None:
-    data = batches.train_data(batch((row("..."), row("..")), (row(".x"), row("...")), ()), LIMITS, temperature=1.0)
+    data = batches.train_data(
+        batch((row("..."), row("..")), (row(".x"), row("...")), ()), LIMITS, PLAIN, temperature=1.0
+    )
     assert data["rollout_ids"] == [0, 1, 2]
     assert [mask.tolist() for mask in data["loss_masks"]] == [[0], [1], [0]]
     assert data["rollout_mask_sums"] == [0, 1, 0]
@@ -90,7 +94,7 @@ def test_a_rollout_without_trained_tokens_still_counts() -> None:
 )
 def test_rows_that_cannot_be_trained_are_refused(rows: tuple[Row, ...], temperature: float, problem: str) -> None:
     with pytest.raises(RowUnusable, match=problem) as caught:
-        batches.train_data(batch((row("..."),), rows, temperature=temperature), LIMITS, temperature=1.0)
+        batches.train_data(batch((row("..."),), rows, temperature=temperature), LIMITS, PLAIN, temperature=1.0)
     assert list(caught.value.refused) == ["r1"]
 
 
@@ -104,7 +108,7 @@ def schedule(partitions: list[list[int]], *, steps: int = 1, rollouts: int = 2) 
 
 
 def test_each_rank_gets_its_rows_and_the_rewards_of_all() -> None:
-    data = batches.train_data(batch((row("..x"), row(".xx")), (row("...x"),)), LIMITS, temperature=1.0)
+    data = batches.train_data(batch((row("..x"), row(".xx")), (row("...x"),)), LIMITS, PLAIN, temperature=1.0)
     first, second = batches.rank_data(data, schedule([[2, 0], [1]]), rollouts=2)
     assert (first["partition"], second["partition"]) == ([2, 0], [1])
     assert [tokens.tolist() for tokens in first["tokens"]] == [[1, 2, 3, 4], [1, 2, 3]]
@@ -122,6 +126,6 @@ def test_each_rank_gets_its_rows_and_the_rewards_of_all() -> None:
     ],
 )
 def test_a_schedule_that_is_not_one_step_over_all_rows_is_refused(made: batches.Schedule, problem: str) -> None:
-    data = batches.train_data(batch((row("..x"), row(".xx")), (row("...x"),)), LIMITS, temperature=1.0)
+    data = batches.train_data(batch((row("..x"), row(".xx")), (row("...x"),)), LIMITS, PLAIN, temperature=1.0)
     with pytest.raises(LearnerSettingsInvalid, match=problem):
         batches.rank_data(data, made, rollouts=2)

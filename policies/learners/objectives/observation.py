@@ -5,7 +5,7 @@ Invariants:
   the batch into micro-batches or ranks changes nothing.
 - A coefficient of 0 leaves no trace: nothing else is computed, and losses and gradients are those without the term.
 
-Shapes: M observed tokens of a micro-batch in row-major order.
+Shapes: M observed tokens of a micro-batch in row-major order, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from headrace.buffer.trajectories.token_kinds import OBSERVED, TokenKind
+from headrace.buffer.trajectories.types import Row
 from headrace.policies.learners.objectives.config import ObjectiveConfig
 from headrace.policies.learners.objectives.token_sums import ObservationSums
 
@@ -21,6 +26,16 @@ if TYPE_CHECKING:
 
 _EMPTY = 1e-3
 """Added to denominators by the published code."""
+
+
+def observed_kinds_T(row: Row) -> npt.NDArray[np.uint8]:
+    """Return the kinds of observed tokens, and `SCAFFOLD` for all others and the first token, which has no context."""
+    scaffold = np.uint8(TokenKind.SCAFFOLD)
+    if row.kinds_T is None:
+        return np.full(len(row.tokens_T), scaffold)
+    kinds_T = np.where(np.isin(row.kinds_T, OBSERVED) & ~row.loss_mask_T, row.kinds_T, scaffold)
+    kinds_T[0] = scaffold
+    return kinds_T
 
 
 def observation_weights(counts: Sequence[Sequence[int]], config: ObjectiveConfig) -> list[tuple[float, float]]:

@@ -60,9 +60,8 @@ class GroupStepAdam(torch.optim.Optimizer):
                 parameter.addcdiv_(mean, scale, value=-rate / (1 - beta1**step))
 
 
-def use(args: object = None) -> None:
-    """Make Megatron use GroupStepAdam unless a fused optimizer is installed. slime calls it in every training process
-    (`--custom-megatron-init-path`), after Megatron is initialised and before the model is built."""
+def use() -> None:
+    """Make Megatron use GroupStepAdam unless a fused optimizer is installed, for models that are built after it."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - slime trains one update per batch: its global batch is `buffer.batch_size` rollouts. With behaviour log-probabilities
-  as the old ones (`--use-rollout-logprobs`) its clip acts on current / behaviour, as ours does.
+  as the old ones (`--use-rollout-logprobs`) its clip acts on current / behaviour, as ours does. With a correction, its
+  old policy is the one in training: nothing is clipped, and the weight is current / behaviour.
 - slime generates nothing: engines, rewards and advantages are ours.
 - Every flag that headrace sets belongs to a key of the recipe. A user's flag that would change one of them, or the
   meaning of a batch, is refused by name. After parsing, the values that slime ended up with are compared with ours.
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from headrace.policies.errors import LearnerSettingsInvalid
+from headrace.policies.learners.objectives.config import PPO
 from headrace.policies.learners.slime import architectures
 from headrace.policies.processes.nccl import nccl_environment
 
@@ -36,14 +38,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES: Final = ("grpo", "gspo", "cispo")
 """Objectives of ours that slime's `--advantage-estimator` computes in the same way."""
-ADAM_HOOK: Final = "headrace.policies.learners.slime.adam.use"
-
 APPLICABLE: Final = {
-    "correction": ("none", "slime has TIS and custom corrections, which headrace does not pass on yet"),
-    "sequence_mask": (None, "slime's loss has no such mask"),
-    "kl_coef": (0.0, "slime has a KL term and a reference model, which headrace does not pass on yet"),
-    "observation_coef": (0.0, "slime's loss has no term for observations"),
-    "loss_weight": ("trajectory", "slime's loss is the mean over trajectories of the means over their tokens"),
     "dtype": ("float32", "slime trains in bf16 with fp32 main weights, whatever this key says"),
     "device": ("cpu", "slime trains on the GPUs of learner.slime, whatever this key says"),
     "recompute": (False, "slime has --recompute-granularity, for learner.slime.arguments"),
@@ -51,10 +46,16 @@ APPLICABLE: Final = {
 }
 """Keys of [learner] that slime cannot follow: the only value that it allows, and the reason."""
 
+CORRECTIONS: Final = ("none", "tis", "icepop")
+KL_KINDS: Final = {"k1": "k1", "k2": "k2", "k3": "low_var_kl"}
+"""slime's estimators; its k3 is not limited to 10, as ours is."""
+SLIMES_LOSS: Final = "slime.backends.megatron_utils.loss"
+TERMS: Final = "headrace.policies.learners.slime.token_terms"
+
 _ENGINES = "headrace's own engines generate"
-_ONE_UPDATE = "headrace trains one update per batch"
-_LOSS = "the objective is learner.objective, on the advantages of the buffer"
-_SAVES = "headrace saves and resumes checkpoints itself"
+_ONE_UPDATE = "headrace trains one update per batch: lower buffer.batch_size for more"
+_NOT_CALLED = "slime's rollout manager, which calls it, does not run; rewards and advantages are headrace's"
+_SAVES = "headrace saves and resumes checkpoints itself, with the optimizer's moments and Hugging Face files in each"
 _OUTSIDE = "it would change arguments outside this list"
 
 REFUSED: Final = {
@@ -68,26 +69,26 @@ REFUSED: Final = {
             *("--rollout-function-path", "--custom-generate-function-path", "--data-source-path", "--prompt-data"),
             *("--rollout-top-p", "--rollout-top-k", "--use-fault-tolerance", "--debug-rollout-only"),
             *("--load-debug-rollout-data", "--load-forge-rollout-data", "--rollout-data-transport"),
-            *("--rollout-data-postprocess-path", "--partial-rollout", "--over-sampling-batch-size"),
+            *("--partial-rollout", "--over-sampling-batch-size"),
             *("--dynamic-sampling-filter-path", "--buffer-filter-path", "--eval-interval", "--eval-config"),
             *("--use-rollout-routing-replay", "--use-routing-replay"),
         ),
         _ENGINES,
     ),
     **dict.fromkeys(("--num-steps-per-rollout", "--num-epoch", "--rampup-batch-size", "--train-iters"), _ONE_UPDATE),
-    **dict.fromkeys(
-        (
-            *("--use-tis", "--tis-clip", "--tis-clip-low", "--custom-tis-function-path", "--get-mismatch-metrics"),
-            *("--loss-type", "--custom-loss-function-path", "--custom-advantage-function-path"),
-            *("--custom-pg-loss-reducer-function-path", "--disable-compute-advantages-and-returns"),
-            *("--calculate-per-token-loss", "--normalize-advantages", "--eps-clip-c", "--use-opsm", "--use-opd"),
-            *("--kl-coef", "--use-kl-loss", "--kl-loss-coef", "--use-unbiased-kl", "--ref-update-interval"),
-            *("--keep-old-actor", "--custom-reward-post-process-path"),
-            *("--custom-convert-samples-to-train-data-path", "--enable-mtp-training"),
-            *("--custom-megatron-before-log-prob-hook-path", "--custom-megatron-before-train-step-hook-path"),
-        ),
-        _LOSS,
-    ),
+    **dict.fromkeys(("--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path"), _NOT_CALLED),
+    "--use-tis": 'learner.correction decides it ("tis" or "icepop")',
+    "--tis-clip": "learner.weight_cap decides it",
+    **dict.fromkeys(("--use-opsm", "--opsm-delta"), "learner.sequence_mask decides it"),
+    **dict.fromkeys(("--use-kl-loss", "--kl-loss-coef"), "learner.kl_coef decides it"),
+    "--kl-loss-type": "learner.kl_kind decides it",
+    "--kl-coef": "no objective of learner.objective has a KL in its rewards; learner.kl_coef has one in the loss",
+    "--calculate-per-token-loss": 'learner.loss_weight = "token" is the same',
+    "--eps-clip-c": "learner.dual_clip decides it",
+    "--disable-compute-advantages-and-returns": "the loss would have no advantages",
+    "--keep-old-actor": "slime moves its old policy in a weight push of its own, and keeps it in no checkpoint; with "
+    "one update per batch the policy before the update is the one in training (guide 'Objectives')",
+    "--ref-update-interval": "no checkpoint has the moved reference: a resume would go back to the start model",
     **dict.fromkeys(
         (
             *("--save", "--save-interval", "--save-hf", "--async-save", "--no-save-optim", "--no-load-optim"),
@@ -154,14 +155,22 @@ def problem(terms: SlimeTerms) -> str | None:
     """Return why slime cannot train a recipe, with the keys to change, or None."""
     learner, ranks = terms.learner, terms.learner.slime.data_parallel
     if learner.objective not in OBJECTIVES:
+        critic = ", whose critic would take turns with the policy on its GPUs, which headrace does not drive"
         return (
-            f'learner.objective "{learner.objective}" is not one of slime\'s ({", ".join(OBJECTIVES)}): choose one of '
-            'those, or learner.kind = "megatron"'
+            f'learner.objective "{learner.objective}"{critic if learner.objective == PPO else ""} is not one of those '
+            f'that slime trains here ({", ".join(OBJECTIVES)}): choose one of those, or learner.kind = "megatron"'
         )
+    correction = f'learner.correction is {learner.correction}, but learner.kind is "slime", which'
+    if learner.correction not in CORRECTIONS:
+        bounds = "bounds large ratios of negative advantages by learner.dual_clip"
+        return f"{correction} {bounds}; set it to {' or '.join(CORRECTIONS)}"
+    if learner.correction != "none" and learner.objective != "grpo":
+        return f"{correction} then weighs single tokens in every objective; set learner.objective to grpo"
+    if learner.correction != "none" and learner.sequence_mask is not None:
+        return f"{correction} then compares each row with the policy in training; remove learner.sequence_mask"
     for key, (only, reason) in APPLICABLE.items():
         if (found := getattr(learner, key)) != only:
-            fix = "remove it" if only is None else f"set it to {only}"
-            return f'learner.{key} is {found}, but learner.kind is "slime": {reason}; {fix}'
+            return f'learner.{key} is {found}, but learner.kind is "slime": {reason}; set it to {only}'
     if terms.batch_size < ranks:
         return (
             f"buffer.batch_size {terms.batch_size} is below the {ranks} data-parallel ranks of learner.slime: a rank "
@@ -171,6 +180,30 @@ def problem(terms: SlimeTerms) -> str | None:
         refuse_contradictions(learner.slime.arguments, flags(terms, load=learner.model_dir))
     except LearnerSettingsInvalid as error:
         return str(error)
+    return _without_effect(learner)
+
+
+def _without_effect(learner: LearnerConfig) -> str | None:
+    """Return which flag of the user would do nothing beside the keys of the recipe."""
+    given, tis, observes = (
+        flag_names(words := learner.slime.arguments),
+        learner.correction == "tis",
+        learner.needs_kinds,
+    )
+    # slime applies its own functions to the loss for --get-mismatch-metrics alone, too: beside the clip.
+    measures = "--get-mismatch-metrics" in given and not any(f"{SLIMES_LOSS}." in word for word in words)
+    needs = {
+        "--tis-clip-low": (tis, 'learner.correction = "tis"'),
+        "--custom-tis-function-path": (tis or measures, 'learner.correction = "tis", or only to measure a mismatch'),
+        "--custom-loss-function-path": ("--loss-type" in given, "--loss-type custom_loss"),
+        "--use-unbiased-kl": (learner.kl_coef > 0, "learner.kl_coef above 0"),
+        "--use-opd": ("--opd-teacher-load" in given, "--opd-teacher-load: engines record no teacher's probabilities"),
+        "--custom-advantage-function-path": (not observes, "learner.observation_coef 0, whose weights it would drop"),
+        "--allgather-cp": (not observes, "learner.observation_coef 0, whose term does not divide rows in this way"),
+    }
+    for name, (met, need) in needs.items():
+        if name in given and not met:
+            return f"learner.slime.arguments: {name} needs {need}"
     return None
 
 
@@ -251,17 +284,39 @@ def _objective(terms: SlimeTerms) -> tuple[Flag, ...]:
         Flag(name="--advantage-estimator", values=(learner.objective,), decided_by="learner.objective"),
         # Rewards are the buffer's advantages already.
         Flag(name="--disable-rewards-normalization", decided_by="buffer.advantage"),
-        Flag(name="--use-rollout-logprobs", decided_by="learner.objective"),
         Flag(name="--eps-clip", values=(str(learner.eps_low),), decided_by="learner.eps_low"),
         Flag(name="--eps-clip-high", values=(str(learner.eps_high),), decided_by="learner.eps_high"),
-        *(
-            (Flag(name="--eps-clip-c", values=(str(learner.dual_clip),), decided_by="learner.dual_clip"),)
-            if learner.dual_clip is not None
-            else ()
-        ),
+        *_terms_of_the_loss(learner),
         Flag(name="--entropy-coef", values=(str(learner.entropy_coef),), decided_by="learner.entropy_coef"),
         Flag(name="--rollout-temperature", values=(str(terms.temperature),), decided_by="sampling.temperature"),
     )
+
+
+def _terms_of_the_loss(learner: LearnerConfig) -> Iterator[Flag]:
+    if (name := "--custom-advantage-function-path") not in flag_names(learner.slime.arguments):
+        yield Flag(name=name, values=(f"{TERMS}.keep_advantages",), decided_by="buffer.advantage")
+    if learner.correction == "none":
+        yield Flag(name="--use-rollout-logprobs", decided_by="learner.correction")
+    else:
+        yield Flag(name="--use-tis", decided_by="learner.correction")
+        yield Flag(name="--tis-clip", values=(str(learner.weight_cap),), decided_by="learner.weight_cap")
+    if learner.correction == "icepop":
+        yield Flag(name="--tis-clip-low", values=(str(learner.weight_floor),), decided_by="learner.weight_floor")
+        path = f"{SLIMES_LOSS}.icepop_function"
+        yield Flag(name="--custom-tis-function-path", values=(path,), decided_by="learner.correction")
+    if learner.dual_clip is not None:
+        yield Flag(name="--eps-clip-c", values=(str(learner.dual_clip),), decided_by="learner.dual_clip")
+    if learner.sequence_mask is not None:
+        yield Flag(name="--use-opsm", decided_by="learner.sequence_mask")
+        yield Flag(name="--opsm-delta", values=(str(learner.sequence_mask),), decided_by="learner.sequence_mask")
+    if learner.kl_coef > 0:
+        yield Flag(name="--use-kl-loss", decided_by="learner.kl_coef")
+        yield Flag(name="--kl-loss-coef", values=(str(learner.kl_coef),), decided_by="learner.kl_coef")
+        yield Flag(name="--kl-loss-type", values=(KL_KINDS[learner.kl_kind],), decided_by="learner.kl_kind")
+    if learner.observation_coef > 0:
+        yield Flag(name="--loss-type", values=("custom_loss",), decided_by="learner.observation_coef")
+        path = f"{TERMS}.observed_loss"
+        yield Flag(name="--custom-loss-function-path", values=(path,), decided_by="learner.observation_coef")
 
 
 def _optimizer(terms: SlimeTerms) -> tuple[Flag, ...]:
@@ -272,7 +327,6 @@ def _optimizer(terms: SlimeTerms) -> tuple[Flag, ...]:
     decay = max(terms.steps, warmup)
     return (
         Flag(name="--optimizer", values=("adam",), decided_by="headrace, which trains with AdamW"),
-        Flag(name="--custom-megatron-init-path", values=(ADAM_HOOK,), decided_by="headrace, which saves the optimizer"),
         Flag(name="--lr", values=(str(learner.learning_rate),), decided_by="learner.learning_rate"),
         Flag(name="--min-lr", values=("0.0",), decided_by="learner.learning_rate"),
         Flag(name="--lr-decay-style", values=("constant",), decided_by="learner.learning_rate"),

@@ -32,9 +32,17 @@ SLIME_USED: Final[Mapping[str, Mapping[str, str | None]]] = {
         "MegatronTrainRayActor.init": "self args role with_ref with_opd_teacher",
         "MegatronTrainRayActor.train": "self rollout_id rollout_data_ref external_data",
         "MegatronTrainRayActor.save_model": "self rollout_id force_sync",
+        "MegatronTrainRayActor._get_rollout_data": "self rollout_data_ref",
     },
     "slime/backends/megatron_utils/hf_checkpoint_saver.py": {
         "save_hf_model_to_path": "args output_dir model model_name quantization_config progress_desc",
+    },
+    "slime/backends/megatron_utils/cp_utils.py": {"slice_log_prob_with_cp": "log_prob total_length response_length"},
+    "slime/backends/megatron_utils/loss.py": {
+        "_maybe_capture_log_probs": "batch log_probs",
+        "get_responses": "logits args unconcat_tokens total_lengths response_lengths apply_temperature",
+        "icepop_function": "args pg_loss train_log_probs rollout_log_probs loss_masks",
+        "policy_loss_function": "args batch logits sum_of_sample_mean",
     },
     "slime/observability/logging_utils.py": {"log": "args metrics step_key"},
     "slime/observability/rollout_data_utils.py": {"tensorize_rollout_data_for_training": "rollout_data"},
@@ -51,6 +59,7 @@ SLIME_USED: Final[Mapping[str, Mapping[str, str | None]]] = {
     "slime/utils/dp_schedule.py": {
         "build_dp_schedule": "args train_parallel_config total_lengths global_batch_size rollout_indices",
     },
+    "slime/utils/ppo_utils.py": {"calculate_log_probs_and_entropy": None},
     "slime/utils/misc.py": {"Box.__init__": "self inner"},
 }
 """Functions of slime that headrace calls or overrides, with their parameters."""
