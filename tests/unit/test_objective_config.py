@@ -49,6 +49,8 @@ def test_weights_are_allowed_only_for_objectives_that_do_not_use_the_ratio(tmp_p
 def test_decoupled_ppo_is_refused_because_its_clip_would_never_act() -> None:
     with pytest.raises(ConfigError, match=r"current / proximal, which is always 1 .* set learner.objective to grpo"):
         load_recipe(QUICKSTART, ["learner.objective=decoupled_ppo"], Path("run"))
+    with pytest.raises(ConfigError, match=r"current / proximal, which is always 1 .* only its weights would be left"):
+        load_recipe(QUICKSTART, ["learner.correction=decoupled"], Path("run"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ OWN: Final = ("grpo", "gspo", "cispo", PPO)
 UNCLIPPED: Final = ("icepop", "tis")
 """Corrections with which grpo and ppo have no clip."""
 
-Correction = Literal["cap", "icepop", "tis", "weights", "none"]
+Correction = Literal["cap", "icepop", "tis", "weights", "none", "decoupled"]
+"""`decoupled` is always refused, with the reason."""
 
 
 class ObjectiveConfig(Section):
@@ -131,21 +132,13 @@ def corrected_twice(objective: str) -> str:
     )
 
 
-def _tis_is_alone(config: ObjectiveConfig) -> str | None:
-    if config.correction != "tis" or config.objective in ("grpo", PPO):
-        return None
-    return (
-        f"correction tis gives each token its truncated ratio, in place of what objective {config.objective} does with "
-        "it: set learner.objective to grpo, or learner.correction to none"
-    )
-
-
 def _is_not_decoupled(config: ObjectiveConfig) -> str | None:
-    if config.objective != "decoupled_ppo":
+    if config.objective != "decoupled_ppo" and config.correction != "decoupled":
         return None
     return (
-        "objective decoupled_ppo clips current / proximal, which is always 1 with one update per batch: its clip would "
-        "never act, and only its weights would be left; set learner.objective to grpo, which clips current / behaviour"
+        "decoupled PPO clips current / proximal, which is always 1 with one update per batch: its clip would never act "
+        "and only its weights would be left, which learner.correction tis has; set learner.objective to grpo and "
+        "learner.correction to cap, which clip current / behaviour"
     )
 
 
@@ -176,6 +169,8 @@ def _cispo_has_no_dual_clip(config: ObjectiveConfig) -> str | None:
 def _one_bound_of_the_ratio(config: ObjectiveConfig) -> str | None:
     defaults = {name: ObjectiveConfig.model_fields[name].default for name in ("eps_low", "eps_high", "dual_clip")}
     given = [name for name, default in defaults.items() if getattr(config, name) != default]
+    if config.correction == "tis" and config.objective not in ("grpo", PPO):
+        return f"correction tis weighs tokens in place of objective {config.objective}; set learner.objective to grpo"
     if config.correction not in UNCLIPPED or config.objective not in ("grpo", PPO) or not given:
         return None
     bounds = "weight_floor and weight_cap" if config.correction == "icepop" else "weight_cap"
@@ -225,7 +220,6 @@ _CHECKS = (
     _ratio_is_corrected_once,
     _cap_is_above_the_clip,
     _cispo_has_no_dual_clip,
-    _tis_is_alone,
     _one_bound_of_the_ratio,
     _mask_leaves_something,
     _constant_goes_with_its_weight,
