@@ -129,7 +129,7 @@ async def test_a_resumed_learner_has_the_start_model_as_reference(tmp_path: Path
 
 
 async def test_a_teacher_and_hooks_of_the_user_act(tmp_path: Path, bf16_model: Path) -> None:
-    """Advantages are whitened, then moved towards the teacher. That is the model itself here, so that a large coefficient
+    """Advantages are whitened, then moved towards the teacher. That is the model itself here: a large coefficient
     multiplies the mismatch. slime's dump has the log-probabilities, which headrace takes from the same place."""
     batch = rig.make_batch(rig.read_model(bf16_model), 0)
     dump = tmp_path / "train" / "{rollout_id}.pt"

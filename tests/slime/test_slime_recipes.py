@@ -80,6 +80,35 @@ def test_slime_and_megatron_parse_a_machine_file_for_gpus(tmp_path: Path, machin
 
 
 @pytest.mark.usefixtures("slime_ray")
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        (
+            {"correction": "icepop", "kl_coef": 0.1, "observation_coef": 0.1},
+            {
+                "use_tis": True,
+                "use_rollout_logprobs": False,
+                "tis_clip_low": 0.5,
+                "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function",
+                "kl_loss_type": "low_var_kl",
+                "loss_type": "custom_loss",
+            },
+        ),
+        (
+            {"sequence_mask": 0.1, "dual_clip": 3.0},
+            {"opsm_delta": 0.1, "eps_clip_c": 3.0, "use_rollout_logprobs": True},
+        ),
+    ],
+)
+def test_slime_parses_the_terms_of_a_loss(
+    tmp_path: Path, bf16_model: Path, keys: dict[str, Any], values: dict[str, Any]
+) -> None:
+    terms = rig.terms(tmp_path, bf16_model, **keys)
+    assert arguments.problem(terms) is None
+    assert parsed(terms, *values) == list(values.values())
+
+
+@pytest.mark.usefixtures("slime_ray")
 def test_every_error_of_the_parser_names_its_flag(tmp_path: Path) -> None:
     model = write_published_config(tmp_path / "model", "Qwen3.6-35B-A3B")
 

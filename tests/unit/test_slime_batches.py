@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.buffer.trajectories.row_limits import RowLimits
+from headrace.buffer.trajectories.step_scores import Credit, ScoredStep, StepScores, TokenSpan
 from headrace.buffer.trajectories.types import (
     Batch,
     BatchId,
@@ -17,6 +19,7 @@ from headrace.buffer.trajectories.types import (
     RolloutId,
     Row,
     Trajectory,
+    VersionSpan,
 )
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.errors import LearnerSettingsInvalid, RowUnusable
@@ -80,6 +83,51 @@ def test_a_rollout_without_trained_tokens_still_counts() -> None:
     assert data["rollout_ids"] == [0, 1, 2]
     assert [mask.tolist() for mask in data["loss_masks"]] == [[0], [1], [0]]
     assert data["rollout_mask_sums"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "divisors"),
+    [
+        ({}, [5, 5, 1]),
+        # slime divides by the two rollouts, too: the mean over 6 tokens, and the sum divided by 2 x 40.
+        ({"loss_weight": "token"}, [3, 3, 3]),
+        ({"loss_weight": "constant", "loss_constant": 40.0}, [40, 40, 40]),
+    ],
+)
+def test_the_divisor_of_a_row_follows_from_the_weight_of_the_loss(keys: dict[str, Any], divisors: list[float]) -> None:
+    given = batch((row("..x.xx"), row(".xx")), (row("...x"),))
+    data = batches.train_data(given, LIMITS, ObjectiveConfig(**keys), temperature=1.0)
+    assert data["rollout_mask_sums"] == divisors
+
+
+def test_tokens_have_the_advantage_of_their_turn_and_the_staleness_of_their_version() -> None:
+    old = PolicyVersion(1, 0)
+    spans = (
+        VersionSpan(start=1, end=3, version=old),
+        VersionSpan(start=3, end=5, version=PolicyVersion(1, 2)),
+        VersionSpan(start=5, end=6, version=old, stale_kv=True),
+    )
+    one = batch((replace(row(".xxx.x"), versions=spans),))
+    scores = StepScores(
+        credit=Credit.STEPS, outcome=0.0, coefficient=1.0, steps=(ScoredStep(2, 1.0, (TokenSpan(0, 3, 5),)),)
+    )
+    judged = replace(one.items[0], scores=scores, turn_advantages={2: 2.0})
+    one = replace(one, version=PolicyVersion(1, 2), items=(judged,), staleness={old: 7})
+    data = batches.train_data(one, LIMITS, PLAIN, temperature=1.0)
+    assert data["advantages"][0].tolist() == [-0.5, -0.5, 2.0, 2.0, -0.5]
+    assert data["values"][0].tolist() == [7, 7, 0, batches.UNTRAINED, -1]
+
+
+def test_a_response_begins_with_the_first_token_that_has_a_weight() -> None:
+    kinds = np.array([0, 2, 3, 1, 4, 2], np.uint8)
+    given = batch((replace(row("....x."), kinds_T=kinds),), (row(".x"),))
+    config = ObjectiveConfig(observation_coef=0.5, observation_mean="token")
+    data = batches.train_data(given, LIMITS, config, temperature=1.0)
+    assert data["response_lengths"] == [5, 1]
+    assert data["loss_masks"][0].tolist() == [0, 0, 0, 1, 0]
+    # Coefficient x rollouts / selected tokens; warnings are not selected.
+    assert data["returns"][0] == pytest.approx([0.5, 0, 0, 0, 0.5], rel=1e-3)
+    assert data["returns"][1].tolist() == [0]
 
 
 @pytest.mark.parametrize(
