@@ -58,28 +58,45 @@ class WeightsDirectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsDelta:
+    """Version `number` of a stream that slime writes into `source`: what has changed since the version before, or a
+    whole model from which later ones start."""
+
+    source: Path
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSnapshot:
-    """Weights of one version, on disk: either one shard from each trainer rank that has its own parameters, with no
-    parameter in two shards, or one Hugging Face directory. With neither, the engines have the weights already. Raises
-    ValueError for both.
+    """Weights of one version. On disk they are one shard from each trainer rank that has its own parameters, with no
+    parameter in two shards, or one Hugging Face directory, or a delta. `live` ones are in the memory of the trainer's
+    processes, which send them themselves, until the next step. With none of these, the engines have the weights
+    already. Raises ValueError for two of them.
 
     The files may be read until the learner writes its second snapshot after this one."""
 
     version: PolicyVersion
     shards: tuple[WeightsShard, ...] = ()
     directory: WeightsDirectory | None = None
+    delta: WeightsDelta | None = None
+    live: bool = False
     untrained: tuple[str, ...] = ()
     """Prefixes of the model's parameters that the snapshot lacks because the learner does not train them, such as
     `model.visual.`: engines keep theirs. Every other parameter of the model is in it."""
 
     def __post_init__(self) -> None:
-        if self.shards and self.directory is not None:
-            raise ValueError(f"snapshot {self.version} has shards and a directory; pass one of them")
+        if sum(map(bool, (self.shards, self.directory, self.delta, self.live))) > 1:
+            raise ValueError(f"snapshot {self.version} has its weights in two forms; pass one of them")
 
     @property
     def is_pushed(self) -> bool:
-        """Whether the weights have no files, because somebody else has pushed them to the engines."""
-        return not self.shards and self.directory is None
+        """Whether there is nothing to push, because somebody else has pushed the weights to the engines."""
+        return not (self.shards or self.directory or self.delta or self.live)
+
+    @property
+    def transport(self) -> str:
+        """Return the value of `push.transport` that this form of weights is for; "" if there are several."""
+        return "nccl" if self.live else "delta" if self.delta is not None else ""
 
     @property
     def files(self) -> tuple[WeightsShard, ...]:

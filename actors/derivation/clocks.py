@@ -95,8 +95,9 @@ def push_config(t: Terms, model_bytes: int) -> PushConfig:
 
 def push_s(push: PushConfig, model_bytes: int) -> float:
     """Return the longest time that one wave of a push may take, with every phase and bucket at its limit."""
-    if push.transport == "disk":
-        # The sender verifies the directory, then the engines of the wave read it concurrently, perhaps twice.
+    if push.transport != "group":
+        # The sender verifies the directory, then the engines of the wave read it concurrently, perhaps twice. What
+        # slime sends itself has the limits of a directory.
         return push.load_timeout_s + 2 * push.read_timeout_s + PUSH_PHASES * push.phase_timeout_s
     # Two buckets in a row are larger than one may be, because a module is never divided.
     buckets = max(1, -(-2 * model_bytes // push.bucket_bytes))

@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -39,6 +39,7 @@ from headrace.actors.engines.members_file import EngineStatus, read_roster
 from headrace.actors.engines.pusher import Publisher, Pusher
 from headrace.actors.engines.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engines.requests import RequestBox
+from headrace.actors.engines.trainer_link import LearnerActor, TrainerLink
 from headrace.actors.errors import EngineGroupError, EngineNotAdded, EngineNotServing, first_cause
 from headrace.actors.record.files.actor_telemetry import ActorTelemetry
 from headrace.actors.record.files.metrics import MetricsWriter
@@ -79,7 +80,9 @@ class EngineGroup:
         runtime: RayRuntime | None = None,
         shared: Path | None = None,
         snapshots: tuple[Path, ...] = (),
+        learner: LearnerActor | None = None,
     ) -> None:
+        """`learner` is the learner's actor, which may not be running yet; live weights need it."""
         if observing.run_dir is None:
             raise ValueError("the engine group writes logs and journals: pass a run directory")
         self._config, self._observing = config, observing
@@ -100,6 +103,7 @@ class EngineGroup:
         self._metrics, self._lock = metrics, asyncio.Lock()
         self._journal = PushJournal(self._directory, observing.retention)
         self._requests = RequestBox(self._directory / "requests")
+        self._trainer = TrainerLink(learner)
 
     async def __aenter__(self) -> Self:
         tracing = self._stack.enter_context(self._observing.spans("engines"))
@@ -131,6 +135,8 @@ class EngineGroup:
                 journal=self._journal,
                 metrics=self._metrics,
                 settled=self._publisher.write_roster,
+                trainer=self._trainer,
+                copy=self._push_config.copies_dir / self._observing.run_id,
             )
             self._health = HealthChecks(
                 self._fleet,
@@ -206,6 +212,10 @@ class EngineGroup:
         async with self._lock:
             return await self._pusher.holding(version)
 
+    async def rollout_engine(self, engine_id: EngineId, method: str, arguments: Mapping[str, Any]) -> None:
+        """Do what a trainer's weight updater asks of an engine in the push of its weights. Raises PushError."""
+        await self._trainer.answer(engine_id, method, arguments)
+
     async def status(self) -> list[EngineStatus]:
         """Return the status of every engine, including those that left most recently."""
         return list(self._fleet.statuses(time.monotonic()))
@@ -229,7 +239,10 @@ class EngineGroup:
                 raise
             await self._bring_up_to_date()
             await self._publisher.publish()
-            if self._journal.newest() is not None and not self._registry.stands(engine_id, EngineState.SERVING):
+            newest = self._journal.newest()
+            # Live weights come with the next push, if the learner is in a step.
+            is_due = newest is not None and not newest.live
+            if is_due and not self._registry.stands(engine_id, EngineState.SERVING):
                 reason = self._registry[engine_id].reason
                 raise EngineNotServing(
                     f"{engine_id} was added but gets no traffic until a retry succeeds in pushing weights to it: "
@@ -316,7 +329,8 @@ class EngineGroup:
         """Push the newest weights to every engine that lacks them; before the first push there are none. Engines whose
         breaker is open are skipped, unless `at_once`."""
         snapshot = self._journal.newest()
-        if snapshot is None:
+        # A trainer that has trained on brings the engines up to date with its next push.
+        if snapshot is None or (snapshot.live and not await self._trainer.holds(snapshot.version)):
             return
         due = self._registry.due(time.monotonic(), at_once=at_once)
         waiting = [entry.engine_id for entry in due if entry.state is EngineState.WAITING]

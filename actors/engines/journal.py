@@ -25,7 +25,7 @@ import orjson
 from headrace.buffer.primitives.durable_files import append_line, write_private
 from headrace.buffer.trajectories.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
-from headrace.policies.learner import WeightsDirectory, WeightsShard, WeightsSnapshot
+from headrace.policies.learner import WeightsDelta, WeightsDirectory, WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import PushReport
 from headrace.policies.push.machine import ORDER, Phase, PushStep
 from headrace.policies.push.transfer import group_name
@@ -111,6 +111,10 @@ class PushJournal:
         record: dict[str, object] = {"version": str(snapshot.version), "untrained": snapshot.untrained}
         if (directory := snapshot.directory) is not None:
             record["directory"] = {"path": str(directory.path), "digests": dict(directory.digests)}
+        elif (delta := snapshot.delta) is not None:
+            record["delta"] = {"source": str(delta.source), "number": delta.number}
+        elif snapshot.live:
+            record["live"] = True
         else:
             record["shards"] = [{"path": str(shard.path), "sha256": shard.sha256} for shard in snapshot.shards]
         write_private(self._directory / "newest.json", orjson.dumps(record))
@@ -153,6 +157,11 @@ def _snapshot_of(record: dict[str, Any]) -> WeightsSnapshot:
         digests = {str(name): str(digest) for name, digest in directory["digests"].items()}
         held = WeightsDirectory(path=Path(directory["path"]), digests=digests)
         return WeightsSnapshot(version=version, directory=held, untrained=untrained)
+    if (delta := record.get("delta")) is not None:
+        written = WeightsDelta(source=Path(delta["source"]), number=int(delta["number"]))
+        return WeightsSnapshot(version=version, delta=written, untrained=untrained)
+    if record.get("live"):
+        return WeightsSnapshot(version=version, live=True, untrained=untrained)
     shards = [WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in record["shards"]]
     return WeightsSnapshot(version=version, shards=tuple(shards), untrained=untrained)
 

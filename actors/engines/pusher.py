@@ -31,6 +31,7 @@ from headrace.actors.engines.gate import GatewayGate
 from headrace.actors.engines.journal import PushJournal
 from headrace.actors.engines.members_file import Roster
 from headrace.actors.engines.registry import EngineRegistry, EngineState
+from headrace.actors.engines.trainer_link import TrainerLink
 from headrace.actors.record.files.metrics import MetricsWriter
 from headrace.actors.record.files.push_costs import push_record
 from headrace.actors.runtime.actors.recording import record
@@ -139,8 +140,11 @@ class Pusher:
         journal: PushJournal,
         metrics: MetricsWriter,
         settled: Callable[[], None],
+        trainer: TrainerLink,
+        copy: Path,
     ) -> None:
         self._config = config
+        self._trainer, self._copy = trainer, copy
         self._fleet = fleet
         self._registry = registry
         self._sender = sender
@@ -280,9 +284,8 @@ class Pusher:
             self._settled()
 
         try:
-            with push_span(
-                snapshot.version, engines, transport=self._config.transport, journal=self._journal.step
-            ) as span:
+            transport = snapshot.transport or self._config.transport
+            with push_span(snapshot.version, engines, transport=transport, journal=self._journal.step) as span:
                 report = await push(
                     snapshot,
                     clients,
@@ -293,6 +296,8 @@ class Pusher:
                     in_doubt=in_doubt,
                     failed=failed,
                     directories=self._directories,
+                    trainer=self._trainer,
+                    copy=self._copy,
                 )
                 span.ended(report)
                 return report

@@ -217,9 +217,30 @@ def turns_fit_the_engines(config: RunConfig) -> str | None:
 
 def weights_fit_the_devices(config: RunConfig) -> str | None:
     """Refuse NCCL for engines without GPUs, because NCCL transfers weights only between GPUs."""
-    if config.push.backend != "nccl" or config.engines.device == "cuda" or config.engines.is_simulated:
+    key = "push.transport" if config.push.transport == "nccl" else "push.backend"
+    if "nccl" not in (config.push.backend, config.push.transport) or config.engines.device == "cuda":
         return None
-    return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
+    return None if config.engines.is_simulated else f"{key} nccl needs engines on GPUs; set engines.device to cuda"
+
+
+def weights_have_a_way(config: RunConfig) -> str | None:
+    """Refuse slime's ways of pushing for other learners, and ways that engines do not have."""
+    transport = config.push.transport
+    if transport in ("group", "nccl") and config.engines.data_parallel > 1:
+        return (
+            f"push.transport {transport} with engines.data_parallel {config.engines.data_parallel}: SGLang takes no "
+            'weights by process groups with more than 1; set push.transport to "disk", or "delta" with slime'
+        )
+    if transport not in ("nccl", "delta"):
+        return None
+    if config.learner.kind != "slime":
+        return (
+            f'push.transport {transport} is slime\'s, and learner.kind is "{config.learner.kind}": set it to "group", '
+            'with push.backend = "nccl" for engines on GPUs, or to "disk"'
+        )
+    if transport == "delta" and config.engines.backend == "cpu":
+        return 'push.transport delta needs slime\'s SGLang, and engines.backend is "cpu": set either'
+    return None
 
 
 def engines_are_where_ray_places_them(config: RunConfig) -> str | None:
@@ -383,6 +404,7 @@ CHECKS = (
     batches_fit_the_ranks,
     turns_fit_the_engines,
     weights_fit_the_devices,
+    weights_have_a_way,
     engines_are_where_ray_places_them,
     other_hosts_reach_the_sender,
     lambda config: clocks.problem(Terms.of(config)),
@@ -408,8 +430,19 @@ def slime_terms(config: RunConfig) -> slime.SlimeTerms:
         batch_size=config.buffer.batch_size,
         temperature=config.sampling.temperature,
         steps=config.training.steps,
+        transport=own_transport(config),
         node_label=None if config.cluster.is_local else config.cluster.roles.learner,
     )
+
+
+def own_transport(config: RunConfig) -> str:
+    """Return slime's part in pushes: nccl, delta or disk."""
+    transport = config.push.transport
+    if transport == "auto":
+        # SGLang with data parallelism takes no weights by process groups.
+        shared = "nccl" if config.engines.data_parallel == 1 else "delta"
+        return shared if config.engines.device == "cuda" else "disk"
+    return "disk" if transport == "group" else transport
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:

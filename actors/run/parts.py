@@ -46,7 +46,7 @@ from headrace.actors.run.supervision import SupervisedActors, or_none
 from headrace.actors.runtime.actors.guarded_actors import GuardedActors
 from headrace.actors.runtime.actors.nodes import NodeRole
 from headrace.actors.runtime.actors.operations import until_back
-from headrace.actors.runtime.actors.runtime import Resources, Runtime
+from headrace.actors.runtime.actors.runtime import RayRuntime, Resources, Runtime
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.pools.sandbox_pool import SandboxPool
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
@@ -56,6 +56,7 @@ from headrace.actors.telemetry.spans.store import FOLDER
 from headrace.actors.training.external_loop import LEARNER, ExternalTrainerLoop
 from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
+from headrace.actors.training.slime_loop import SlimeLoop
 from headrace.buffer.core.task_catalog import TaskCatalog
 from headrace.buffer.tasks.task import Task
 from headrace.policies.engine import PauseMode
@@ -295,6 +296,7 @@ class RunActors(GuardedActors):
             runtime=self._runtime,
             snapshots=(self._directory.weights, self._directory.checkpoints),
             shared=self._directory.storage / "engines",
+            learner=self._runtime.named(LEARNER) if isinstance(self._runtime, RayRuntime) else None,
             resources=replace(self._control, gpus=local_gpus(config.engines, config.push)),
         )
 
@@ -331,7 +333,7 @@ class RunActors(GuardedActors):
         await self._reserve(LEARNER_BUNDLE, cluster.learner_bundle(self._config.learner))
         self.learner = await self.spawn(
             LEARNER,
-            ExternalTrainerLoop if self._config.learner.kind == "external" else LearnerLoop,
+            {"external": ExternalTrainerLoop, "slime": SlimeLoop}.get(self._config.learner.kind, LearnerLoop),
             self._config.training,
             learner,
             replay=self.replay,

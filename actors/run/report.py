@@ -76,6 +76,8 @@ class RunReport:
     """Lowest limit on rollouts in flight set by `dispatcher.pacing`; None when it never lowered the limit."""
     slowed_by: str
     """Reason for that limit."""
+    demotions: tuple[str, ...]
+    """Changes of `push.transport` after failures, one line each."""
     pushes: PushCosts | None
     """Costs of the weight pushes; None if there were none."""
     drift: DriftTotals | None
@@ -126,7 +128,7 @@ class RunReport:
             line = f"engine {engine.engine_id} at {engine.url or '-'}: {engine.state}, version {engine.version or '-'}"
             lines.append(f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else ""))
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
-        lines += [self.pushes.line()] if self.pushes else []
+        lines += [*self.demotions, *([self.pushes.line()] if self.pushes else [])]
         lines += self.drift.lines() if self.drift else []
         lines += [f"COLLAPSE: {found.line()}" for found in self.collapses]
         lines += [f"a collapse: {ADVICE}"] if any(found.until is None for found in self.collapses) else []
@@ -200,7 +202,8 @@ def report_of(directory: RunDirectory) -> RunReport:
             for _ in range(steps[batch.batch_id]):
                 staleness.update(member.staleness for member in batch.members)
     groups = accepted.left_out
-    metrics = read_metrics(directory.metrics, ("stations", "services", "push", "step", "mismatch_alarm", "evaluation"))
+    kinds = ("stations", "services", "push", "push_demotion", "step", "mismatch_alarm", "evaluation")
+    metrics = read_metrics(directory.metrics, kinds)
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
     in_flight = mean_in_flight(records)
@@ -233,6 +236,11 @@ def report_of(directory: RunDirectory) -> RunReport:
         service_shares=service_shares(loads, in_flight),
         slowed_to=slowest["rollout_limit"] if slowest else None,
         slowed_by=slowest["slowed_by"] if slowest else "",
+        demotions=tuple(
+            f"pushed by {record['transport']} since {record['version']}: {record['reason']}"
+            for record in metrics
+            if record["kind"] == "push_demotion"
+        ),
         pushes=push_costs(metrics),
         drift=drift_totals(metrics),
         collapses=collapses(record for record in metrics if record["kind"] == "step"),

@@ -7,7 +7,8 @@ Invariants:
   crash.
 - A step is committed durably before its weights are pushed. A checkpoint's directory is renamed before its ledger row
   is written.
-- The next step runs while the weights of the last one are being sent; at most one push runs at a time.
+- The next step runs while the weights of the last one are being sent, unless the trainer's own processes send them; at
+  most one push runs at a time.
 - A batch is never given back after its step has begun, unless the learner says that it trained nothing. If the learner
   refuses rows of known rollouts, which changes nothing, those rollouts are filtered and the batch is dissolved. Any
   other failed step is retried: in place after a refused row, otherwise by a new process. After `buffer.batch_tries`
@@ -471,6 +472,8 @@ class LearnerLoop:
             self._catching_up = False
             if (snapshot := await self._learner.snapshot()) is not None:
                 self._pushing = pushes.create_task(self._send(snapshot))
+                if snapshot.live:
+                    await self._pushing
 
     async def _send(self, snapshot: WeightsSnapshot) -> None:
         in_flight = (await until_back(self._replay.status)).inventory.in_flight

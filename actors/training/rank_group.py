@@ -43,7 +43,10 @@ class RankGroup:
     def __init__(self) -> None:
         self.lag_s: float | None = None
         """Time after which a rank counts as hung if another one has answered the same call; None: never."""
+        self.lost_process = False
+        """Whether the call that failed last failed because the process of a rank has ended."""
         self._interrupted = threading.Event()
+        self._reason = ""
         self._ranks: list[Any] = []
         """Handles of the Ray actors; empty once the group has ended."""
         self._processes: Mapping[int, psutil.Process] = {}
@@ -60,8 +63,14 @@ class RankGroup:
         [answer] = self._answers([getattr(self._ranks[0], method).remote(*arguments)])
         return answer
 
-    def interrupt(self) -> None:
-        """Make a waiting call fail, so that the group can be closed."""
+    def call_within(self, limit_s: float, method: str, *arguments: object) -> list[Any]:
+        """Do what `call` does, and end all ranks if one has not answered after `limit_s`."""
+        self._refuse_closed()
+        return self._answers([getattr(rank, method).remote(*arguments) for rank in self._ranks], limit_s)
+
+    def interrupt(self, reason: str = "the learner was closed while its training processes worked") -> None:
+        """Make a waiting call fail for this reason, so that the group can be closed."""
+        self._reason = reason
         self._interrupted.set()
 
     def close(self) -> None:
@@ -92,20 +101,22 @@ class RankGroup:
 
     def _refuse_closed(self) -> None:
         if not self._ranks:
+            self.lost_process = True
             raise RankFailed("the training processes have ended: open a new learner")
 
-    def _answers(self, references: Sequence[Any]) -> list[Any]:
+    def _answers(self, references: Sequence[Any], limit_s: float = math.inf) -> list[Any]:
         """Return the answers by rank. Raises an error for the first failure, after killing all ranks."""
         import ray
         from ray.exceptions import RayError
 
         answers: list[Any] = [None] * len(references)
         waiting = {reference: rank for rank, reference in enumerate(references)}
-        deadline_s = math.inf
+        deadline_s, last_s = math.inf, time.monotonic() + limit_s
+        self.lost_process = False
         while waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=CHECK_S)
             if self._interrupted.is_set():
-                raise RankFailed("the learner was closed while its training processes worked")
+                raise RankFailed(self._reason)
             for reference in done:
                 rank = waiting.pop(reference)
                 try:
@@ -116,16 +127,20 @@ class RankGroup:
                     raise failure from error
                 if self.lag_s is not None:
                     deadline_s = min(deadline_s, time.monotonic() + self.lag_s)
-            if waiting and time.monotonic() > deadline_s:
+            if waiting and time.monotonic() > min(deadline_s, last_s):
                 self.close()
                 hung = ", ".join(map(str, waiting.values()))
-                raise RankFailed(f"rank {hung} of {len(references)} has not answered {self.lag_s:g} s after another")
+                late = f"within {limit_s:g} s" if deadline_s > last_s else f"{self.lag_s:g} s after another"
+                raise RankFailed(f"rank {hung} of {len(references)} has not answered {late}")
         return answers
 
     def _failure(self, rank: int, error: Exception, silent: Collection[int]) -> Exception:
         """Return the error to raise when a call failed on `rank` and is still unanswered on the ranks `silent`."""
+        from ray.exceptions import RayActorError
+
         ended = [other for other in silent if (process := self._processes.get(other)) and not process.is_running()]
         cause = getattr(error, "cause", None)
+        self.lost_process = bool(ended) or isinstance(error, RayActorError)
         if isinstance(cause, self.passed_on) and not ended:
             return cause
         # Ray's text has the rank's own traceback; what is raised is one line.

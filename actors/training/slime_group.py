@@ -27,6 +27,7 @@ from headrace.policies.errors import LearnerSettingsInvalid, RankFailed
 from headrace.policies.learners.slime import arguments, checkout
 
 if TYPE_CHECKING:
+    from headrace.actors.training.rollout_engine import RolloutEngine
     from headrace.actors.training.slime_rank import RankState, SlimeRankStep
     from headrace.policies.learners.slime.arguments import SlimeTerms
     from headrace.policies.learners.slime_config import SlimeSection
@@ -86,15 +87,17 @@ class SlimeGroup(RankGroup):
 
         super().__init__()
         section = terms.learner.slime
+        self._runtime_env = {"env_vars": arguments.environment(section)}
         refuse_too_few(section, terms.node_label)
         owner = ray.remote(PlacementOwner).options(
             num_cpus=0,
             lifetime="detached",
             name=f"slime-gpus-{secrets.token_hex(8)}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
-            runtime_env={"env_vars": arguments.environment(section)},
+            runtime_env=self._runtime_env,
         )
         self._group: Any = None
+        self._lock: Any = None
         self._owner = owner.remote(os.getpid())
         self._placement = ray.get(self._owner.reserve.remote(section.gpus, terms.node_label))
         try:
@@ -117,7 +120,7 @@ class SlimeGroup(RankGroup):
             max_calls=1,
             max_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, order[0]),
-            runtime_env={"env_vars": arguments.environment(terms.learner.slime)},
+            runtime_env=self._runtime_env,
         )(parse_here)
         try:
             parsed: Namespace = ray.get(task.remote(terms, load))
@@ -172,6 +175,15 @@ class SlimeGroup(RankGroup):
         self._refuse_closed()
         return self._answers(self._group.async_train(number, boxes))
 
+    def connect_engines(self, engines: Sequence[RolloutEngine], gpus: Sequence[int], limit_s: float) -> None:
+        """Connect slime's weight updaters with these engines. Raises RankFailed."""
+        from slime.ray.utils import Lock
+
+        if self._lock is None:
+            # Between the stages of a pipeline, each of which sends to all engines.
+            self._lock = Lock.options(num_cpus=0, runtime_env=self._runtime_env).remote()
+        self.call_within(limit_s, "connect_engines", engines, self._lock, gpus)
+
     def close(self) -> None:
         """Kill all ranks and free their GPUs. Idempotent."""
         import ray
@@ -182,6 +194,8 @@ class SlimeGroup(RankGroup):
             self._ranks = self._group._actor_handlers  # noqa: SLF001 - see `checkout`
             self._group._actor_handlers = []  # noqa: SLF001
         super().close()
+        # Ray ends the lock with its last handle; a rank that died may hold it.
+        self._lock = None
         if self._placement is not None:
             remove_placement_group(self._placement[0])
             ray.kill(self._owner)

@@ -9,20 +9,26 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+import torch.distributed as dist
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.observability import logging_utils
 from slime.utils import accelerator
+from slime.utils.distributed_utils import get_gloo_group
 
 from headrace.policies.learners.logprob_drift import DriftSums
 from headrace.policies.learners.slime import adam, token_terms, visibility
 from headrace.policies.processes.parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from headrace.actors.training.rollout_engine import RolloutEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,23 @@ class SlimeRank(MegatronTrainRayActor):  # type: ignore[misc]
 
     def _get_rollout_data(self, rollout_data_ref: Any) -> Any:
         return token_terms.take_arrays(super()._get_rollout_data(rollout_data_ref), accelerator.current_device())
+
+    def connect_engines(self, engines: Sequence[RolloutEngine], lock: Any, gpus: Sequence[int]) -> None:
+        """Form slime's process groups with these engines, together with all other ranks; `gpus` are those of each."""
+        self.weight_updater.connect_rollout_engines(engines, lock, engine_gpu_counts=gpus)
+        dist.barrier(group=get_gloo_group())
+
+    def update_weights_of_engines(self) -> int:
+        """Run slime's updater, together with all other ranks, and return the version that it counts."""
+        self.weight_updater.update_weights()
+        return int(self.weight_updater.weight_version)
+
+    def begin_deltas(self, number: int) -> None:
+        """Take the start model as the version `number`, from which deltas begin, together with all other ranks."""
+        self.connect_engines((), None, ())
+        # slime's first update only keeps the base.
+        self.weight_updater.update_weights()
+        self.weight_updater.weight_version = number
 
     def export(self, directory: str) -> None:
         """Write the model as a Hugging Face directory, together with all other ranks; one rank of each node writes."""

@@ -36,7 +36,7 @@ from headrace.policies.cpu_engine.requests import InitGroup, UpdateFromDisk, Upd
 from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
 from headrace.policies.models.qwen import QwenWeights, load_files
-from headrace.policies.models.qwen_config import QwenConfig
+from headrace.policies.models.qwen_config import EMBEDDING, TIED_HEAD, QwenConfig
 from headrace.policies.push.process_group import (
     WeightGroup,
     destroy_group,
@@ -133,7 +133,8 @@ def load_bucket(spare: QwenWeights, bucket: Bucket, buffer: Tensor | None) -> No
             spare.accept(name, torch.float32)
         return
     for name, tensor in unflatten(bucket, buffer[: bucket.size_bytes]):
-        spare.load(name, tensor)
+        if name in spare.slots:
+            spare.load(name, tensor)
 
 
 def start_thread(function: Callable[[], T]) -> Future[T]:
@@ -215,7 +216,7 @@ class WeightUpdater:
     async def init_group(self, body: InitGroup) -> None:
         """Join a group, waiting for rank 0 for at most `group_timeout_s`. If the group is formed after that, or after
         the caller has been cancelled, the engine leaves it again."""
-        if body.backend != "gloo":
+        if body.backend == "nccl" or not torch.distributed.is_backend_available(body.backend):
             raise RequestInvalid(f"a CPU engine does not support backend {body.backend}; use gloo")
         if body.rank_offset >= body.world_size:
             raise RequestInvalid("rank_offset must be below world_size")
@@ -269,7 +270,8 @@ class WeightUpdater:
             raise RequestInvalid(f"load_format {body.load_format} is not supported; use flattened_bucket or null")
         dtypes = tuple(dtype.removeprefix("torch.") for dtype in body.dtypes)
         for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True):
-            mine = self._shapes.get(name)
+            # A trainer may send a tied head, which repeats the embedding: it is received and dropped.
+            mine = self._shapes.get(EMBEDDING if name == TIED_HEAD and name not in self._shapes else name)
             if mine is None:
                 raise RequestInvalid(f"parameter {name}: the snapshot has it, but this engine's model does not")
             if mine != shape:

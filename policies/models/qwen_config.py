@@ -23,6 +23,7 @@ from headrace.policies.tokens.model_keys import language_keys, read_language_key
 ARCHITECTURES: Final[Mapping[str, str]] = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """Architectures by `model_type`. Qwen2.5 has that of Qwen2: biases of queries, keys and values, no norms of heads."""
 TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 LAYER_PARAMETERS: Final = (
     "input_layernorm.weight",
     "self_attn.q_proj.weight",
@@ -141,7 +142,7 @@ class QwenConfig(BaseModel):
             of_layer |= {f"self_attn.{part}_proj.bias": (queries if part == "q" else keys,) for part in "qkv"}
         if self.qk_norm:
             of_layer |= {f"self_attn.{part}_norm.weight": (head,) for part in "qk"}
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
         for layer in range(self.num_hidden_layers):
             ordered = (name for name in LAYER_PARAMETERS if name in of_layer)
             shapes |= {f"model.layers.{layer}.{name}": of_layer[name] for name in ordered}
@@ -168,7 +169,7 @@ def _family(keys: Mapping[str, Any], source: str) -> str:
 
 def storage_place(name: str) -> tuple[float, int]:
     """Return the sort key of a parameter in the order of `QwenConfig.shapes`; unknown names come last."""
-    if name == "model.embed_tokens.weight":
+    if name == EMBEDDING:
         return 0, 0
     known = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if known is not None and known[2] in LAYER_PARAMETERS:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -22,9 +23,12 @@ DEADLINE_MARGIN_S = 1.0
 class PushSection(Section):
     """Settings of weight pushes that a recipe has in `[push]`."""
 
-    transport: Literal["group", "disk"] = "group"
+    transport: Literal["group", "disk", "nccl", "delta", "auto"] = "group"
     """Way of the weights to the engines: `group` broadcasts them in a process group with the sender; with `disk` each
-    engine reads the snapshot's directory itself, so the engines must see the run directory under the same path."""
+    engine reads the snapshot's directory itself, so the engines must see the run directory under the same path. slime
+    has two of its own: with `nccl` its ranks broadcast from their memory; with `delta` it writes only what has changed,
+    and each engine host applies that to a copy of the model. A run in which one of these fails goes on with the next of
+    `nccl`, `delta` and `disk`. `auto` is `nccl` with slime, and `disk` with other learners."""
     wave_size: int = Field(default=1, gt=0)
     """Number of engines updated concurrently; the others continue to serve."""
     pause_mode: PauseMode = PauseMode.RETRACT
@@ -33,6 +37,9 @@ class PushSection(Section):
     engine that does not report the version of each token is always paused with `abort`."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Transport of the process group."""
+    local_checkpoint_dir: Path | None = None
+    """Folder on the local disk of each engine host for the copy of the model that deltas are applied to, below the id
+    of the run; None is /var/tmp/headrace-weights. It is as large as the model, and is left there for a resume."""
     host: str = "127.0.0.1"
     """Address at which engines reach the sender."""
     verify: Literal["snapshot", "off"] = "snapshot"
@@ -60,6 +67,11 @@ class PushConfig(PushSection):
     """Time limit for one engine to read the directory, with `transport = "disk"`."""
     gate_lease_s: float = Field(default=60.0, gt=0)
     """Time after which a gate opens if the push that closed it has died; a live push renews this lease."""
+
+    @property
+    def copies_dir(self) -> Path:
+        """Folder of `local_checkpoint_dir`."""
+        return self.local_checkpoint_dir or Path("/var/tmp/headrace-weights")
 
     @property
     def engine_group_timeout_s(self) -> float:
@@ -98,6 +110,43 @@ class Gate(Protocol):
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
         """Admit requests again. They carry `cache_namespace`, which is the engine's version if pushes are in place.
         Returns the requests that were aborted while the gate was closed: the engine may have lost these aborts."""
+
+
+class Answering(Protocol):
+    """Push that answers the calls of a trainer's weight updater to engines."""
+
+    async def answer(self, engine_id: EngineId, method: str, arguments: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """Engine that a trainer sends to: its number of processes, and the version that it reports. If that is not the one
+    that the trainer sent last, the engine is new or was restarted, and is in no group."""
+
+    engine_id: EngineId
+    ranks: int
+    holds: PolicyVersion
+
+
+class LiveTrainer(Protocol):
+    """A trainer whose own processes send their weights to engines. All methods raise SenderFailed if it cannot, also
+    because it has trained on: a failed transfer costs these processes, and no engine can expect the rest of it."""
+
+    async def connect_engines(self, version: PolicyVersion, engines: Sequence[GroupMember], timeout_s: float) -> None:
+        """Form the process groups with these engines; those of the last call are kept if they have worked, and their
+        members are the same and hold what was sent."""
+
+    async def update_engines(self, version: PolicyVersion, timeout_s: float) -> None:
+        """Send the weights of this version to the engines of the last `connect_engines`."""
+
+    async def give_up_push(self, reason: str) -> None:
+        """End the processes, which wait in a transfer that cannot succeed any more."""
+
+
+class Trainer(LiveTrainer, Protocol):
+    """A trainer, and the way back: its updater's calls to engines belong to the `push` that began last."""
+
+    push: Answering | None
 
 
 class Journal(Protocol):

@@ -78,7 +78,7 @@ class SnapshotDirectories:
 
     def __init__(self, root: Path, model_dir: Path, readers: DirectoryReaders) -> None:
         self._root = root
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._newest: tuple[WeightsSnapshot, WeightsDirectory] | None = None
         self.readers = readers
 
@@ -131,7 +131,7 @@ class SnapshotDirectories:
             names = [WEIGHTS]
         for shard, name in zip(shards, names, strict=True):
             link_or_copy(shard.path, staged / name)
-        described = description_files(self._model_dir)
+        described = description_files(self.model_dir)
         for file in described:
             link_or_copy(file, staged / file.name)
         texts = [staged / file.name for file in described]

@@ -1,8 +1,8 @@
 """Push of one snapshot to engines, wave by wave, while rollouts continue.
 
 Invariants:
-- machine.py decides the next phase, transfer.py or disk.py moves the bytes, and this module calls the engines: every
-  await has a deadline, and the journal is written before each phase.
+- machine.py decides the next phase, transfer.py, updater.py, disk.py or delta.py moves the bytes, and this module calls
+  the engines: every await has a deadline, and the journal is written before each phase.
 - An engine's failure is data in the report. Only a corrupt snapshot, a failing journal or a cancellation makes `push`
   raise. Even then every engine that got no bucket is first resumed and its gate opened, however often the push is
   cancelled in the meantime.
@@ -29,17 +29,21 @@ from headrace.policies.engine import EngineId, EngineInfo, PauseMode, RequestId
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, PushError, RequestInvalid, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push.compatibility import Agreement, differing
-from headrace.policies.push.contract import EnginePush, Gate, Journal, PushConfig, PushReport
+from headrace.policies.push.contract import EnginePush, Gate, GroupMember, Journal, PushConfig, PushReport, Trainer
+from headrace.policies.push.delta import DeltaTransfer
 from headrace.policies.push.directories import SnapshotDirectories
 from headrace.policies.push.disk import DiskTransfer
-from headrace.policies.push.fitting import check_fits
+from headrace.policies.push.fitting import check_fits, read_model_specs
 from headrace.policies.push.machine import GROUP_PHASES, Phase, PushMachine, PushOutcome, PushStep
 from headrace.policies.push.resuming import resume
 from headrace.policies.push.sender import SenderProcess
 from headrace.policies.push.transfer import Failures, Transfer, first_error, group_name, lay_out
+from headrace.policies.push.updater import UpdaterTransfer
 from headrace.policies.sglang.client import SGLangEngine
 
 logger = logging.getLogger(__name__)
+
+AnyTransfer = Transfer | UpdaterTransfer | DiskTransfer | DeltaTransfer
 
 
 async def push(
@@ -53,18 +57,31 @@ async def push(
     in_doubt: Container[EngineId] = (),
     failed: Callable[[EngineId, str], None] = lambda *_: None,
     directories: SnapshotDirectories | None = None,
+    trainer: Trainer | None = None,
+    copy: Path | None = None,
 ) -> PushReport:
     """Push one snapshot: through the sender, or, by disk, from its directory in `directories` after the sender has
-    verified it. Engines `in_doubt` may hold mixed weights: they are
-    resumed only once they have all the new weights. `failed` is called with each quarantined engine and the reason, as
-    soon as it is known. Without `directories`, which the transport by disk requires, a dispute between engines whose
-    checksums cannot be compared with the snapshot's is decided against all of them.
+    verified it; live weights by their `trainer`, deltas by the folder `copy` of each engine's host. Engines `in_doubt`
+    may hold mixed weights: they are resumed only once they have all the new weights. `failed` is called with each
+    quarantined engine and the reason, as soon as it is known. Without `directories`, which all transports but that by
+    the sender require, a dispute between engines whose checksums cannot be compared with the snapshot's is decided
+    against all of them.
 
     Raises ModelInvalid when the snapshot is unreadable, SenderFailed when the sender cannot load it, PushError when it
     has no tensors. In these cases no engine has been changed."""
     held = HeldGates(gates, config.gate_lease_s)
-    transfer: Transfer | DiskTransfer
-    if config.transport == "group":
+    transfer: AnyTransfer
+    if snapshot.live or snapshot.delta is not None:
+        assert directories is not None
+        # The trainer has loaded this model, and an engine of another one must be refused before it is changed.
+        specs = await asyncio.to_thread(read_model_specs, directories.model_dir)
+        if snapshot.live:
+            assert trainer is not None
+            transfer = UpdaterTransfer(snapshot.version, trainer, specs, config)
+        else:
+            assert copy is not None
+            transfer = DeltaTransfer(snapshot, copy, specs, config)
+    elif config.transport == "group":
         transfer = Transfer(snapshot, sender, config)
     elif directories is None:
         raise PushError('push.transport "disk" needs a folder for the directories that engines read')
@@ -89,7 +106,7 @@ class PushExecution:
         self,
         snapshot: WeightsSnapshot,
         engines: Sequence[SGLangEngine],
-        transfer: Transfer | DiskTransfer,
+        transfer: AnyTransfer,
         gates: HeldGates,
         journal: Journal,
         config: PushConfig,
@@ -102,7 +119,7 @@ class PushExecution:
         self._snapshot = snapshot
         self._engines = {engine.engine_id: engine for engine in engines}
         self._transfer = transfer
-        self._groups = transfer if isinstance(transfer, Transfer) else None
+        self._groups = transfer if isinstance(transfer, Transfer | UpdaterTransfer) else None
         self._directories = directories
         self._gates = gates
         self._journal = journal
@@ -110,10 +127,13 @@ class PushExecution:
         self._failed = failed
         self._reported: set[EngineId] = set()
         names = list(self._engines)
+        # A trainer's processes send to all engines at once.
+        size = len(names) or 1 if snapshot.live else config.wave_size
         self._machine = PushMachine(
-            [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)],
+            [names[at : at + size] for at in range(0, len(names), size)],
             in_doubt,
-            skipped=GROUP_PHASES if self._groups is None else (),
+            skipped=(GROUP_PHASES if self._groups is None else frozenset())
+            | (frozenset() if isinstance(transfer, DeltaTransfer) else {Phase.PULL}),
         )
         self._parts = {name: EnginePush(engine_id=name) for name in names}
         self._seconds = dict.fromkeys((phase.value for phase in Phase), 0.0)
@@ -166,6 +186,7 @@ class PushExecution:
     async def _take(self, step: PushStep) -> None:
         handlers: dict[Phase, Callable[[PushStep, Failures], Coroutine[None, None, None]]] = {
             Phase.PROBE: self._probe,
+            Phase.PULL: self._pull,
             Phase.FORM: self._form,
             Phase.BROADCAST: self._send,
             Phase.DISBAND: self._disband,
@@ -206,10 +227,14 @@ class PushExecution:
         await self._call_all(step, failures, calls[step.phase])
 
     async def _call_all(
-        self, step: PushStep, failures: Failures, call: Callable[[SGLangEngine], Awaitable[None]]
+        self,
+        step: PushStep,
+        failures: Failures,
+        call: Callable[[SGLangEngine], Awaitable[None]],
+        limit_s: float | None = None,
     ) -> None:
         async def one(engine_id: EngineId) -> None:
-            async with failures.of(engine_id, self._config.phase_timeout_s):
+            async with failures.of(engine_id, limit_s or self._config.phase_timeout_s):
                 await call(self._engines[engine_id])
 
         async with asyncio.TaskGroup() as tasks:
@@ -251,13 +276,17 @@ class PushExecution:
             except ModelInvalid as error:
                 raise RequestInvalid(f"{engine_id} serves another model: {error}") from error
         if self._fitting[model_dir]:
-            if self._groups is None:
+            if not isinstance(self._transfer, Transfer):
                 raise RequestInvalid(
                     f"{engine_id} would skip the experts of the snapshot: the files of its model {model_dir} have one "
                     "tensor for each expert, the snapshot has all experts of a layer in one; set push.transport = "
                     '"group", which sends them one by one, or let the learner export the names of the model\'s files'
                 )
-            self._groups.send_single_experts(engine_id)
+            self._transfer.send_single_experts(engine_id)
+
+    async def _pull(self, step: PushStep, failures: Failures) -> None:
+        assert isinstance(self._transfer, DeltaTransfer)
+        await self._transfer.pull(self._members(step), failures)
 
     async def _gate(self, engine: SGLangEngine) -> None:
         # The load is read first: an engine in the middle of a step answers late, and the gate is not closed meanwhile.
@@ -300,19 +329,25 @@ class PushExecution:
     async def _verify(self, step: PushStep, failures: Failures) -> None:
         """Compare checksums with the snapshot's if the engine computes them in the same way, else with those of the
         other engines of this push."""
-        if self._config.verify == "off":
+        # Asked of live weights even so: an engine may answer a bucket before a collective of NCCL has brought it, but
+        # reads its weights after that.
+        if self._config.verify == "off" and not self._snapshot.live:
             return
         checksums: dict[EngineId, dict[str, str]] = {}
 
         async def ask(engine: SGLangEngine) -> None:
             checksums[engine.engine_id] = await engine.checksums()
 
-        await self._call_all(step, failures, ask)
+        # What is still on its way has the time of a transfer.
+        await self._call_all(step, failures, ask, self._config.read_timeout_s if self._snapshot.live else None)
+        if self._config.verify == "off":
+            return
+        expected = self._transfer.checksums()
         wrong_of: dict[EngineId, list[str]] = {}
         for engine_id, got in checksums.items():
-            if not self._infos[engine_id].snapshot_checksums:
+            if not expected or not self._infos[engine_id].snapshot_checksums:
                 self._agreement.add(engine_id, got)
-            elif wrong := differing(self._transfer.checksums(), got):
+            elif wrong := differing(expected, got):
                 wrong_of[engine_id] = wrong
             else:
                 self._parts[engine_id].verified = True
@@ -332,7 +367,11 @@ class PushExecution:
         """Have an engine, which is still paused, read the snapshot's directory, and count its checksums as a further
         vote."""
         # An engine that got joined experts one by one would skip them in a directory.
-        if self._directories is None or self._fitting.get(Path(self._infos[engine_id].model_path)):
+        if (
+            self._directories is None
+            or not self._snapshot.files
+            or self._fitting.get(Path(self._infos[engine_id].model_path))
+        ):
             return
         try:
             path = (await self._directories.of(self._snapshot)).path
@@ -349,8 +388,13 @@ class PushExecution:
 
     async def _form(self, step: PushStep, failures: Failures) -> None:
         assert self._groups is not None
+        infos = {engine_id: self._infos[engine_id] for engine_id in step.engines}
+        if isinstance(self._groups, UpdaterTransfer):
+            ranks = [GroupMember(engine_id=name, ranks=info.ranks, holds=info.version) for name, info in infos.items()]
+            await self._groups.form(self._members(step), ranks, failures)
+            return
         name = group_name(self.push_id, step.wave, step.attempt)
-        layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
+        layout = lay_out((engine_id, info.ranks) for engine_id, info in infos.items())
         await self._groups.form(name, self._members(step), layout, failures)
 
     async def _send(self, step: PushStep, failures: Failures) -> None:

@@ -1,8 +1,8 @@
 """State machine of a weight push through waves of engines. Pure: no clock, no I/O.
 
 Invariants:
-- Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
-  broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
+- Phases of a wave: probe, pull, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing
+  is broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
 - Without process groups (`GROUP_PHASES` are skipped) each engine takes the weights by itself in `broadcast`, and its
   failure does not affect the others of its wave.
 - An engine that got a bucket and then failed is tainted: it may hold mixed weights, and is neither resumed nor opened.
@@ -24,6 +24,8 @@ class Phase(StrEnum):
 
     PROBE = "probe"
     """Ask the engine for its info."""
+    PULL = "pull"
+    """Have the engine's host apply a delta to its copy of the model, while the engine still generates."""
     FORM = "form"
     """Form the process group, while the engine still generates."""
     GATE = "gate"
@@ -115,6 +117,7 @@ ORDER = tuple(Phase)
 # Engines that take part in a phase.
 MEMBERS: Mapping[Phase, Callable[[EngineProgress], bool]] = {
     Phase.PROBE: lambda engine: engine.healthy and not engine.probed,
+    Phase.PULL: lambda engine: engine.healthy and not engine.complete,
     Phase.FORM: lambda engine: engine.healthy and not engine.complete,
     Phase.GATE: lambda engine: engine.healthy and not engine.gated,
     Phase.PAUSE: lambda engine: engine.healthy and not engine.paused,

@@ -237,8 +237,11 @@ class SGLangEngine:
         self._groups.discard(name)
         await self._transport.post("/destroy_weights_update_group", {"group_name": name})
 
-    async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None:
-        """Receive one flattened bucket. Returns once it has been received, so rank 0 must broadcast concurrently.
+    async def update(
+        self, bucket: Bucket, *, group: str, version: PolicyVersion | None, flattened: bool = True
+    ) -> None:
+        """Receive one bucket, its tensors one by one or `flattened` to a single one. Returns once it has been received
+        (with NCCL perhaps before, but what the engine does next waits for it), so rank 0 must broadcast concurrently.
 
         Raises NoSession, UnknownGroup, WeightsMixed."""
         if group not in self._groups and not (await self.dialect()).refuses_unknown_groups:
@@ -248,7 +251,7 @@ class SGLangEngine:
             "dtypes": bucket.dtypes,
             "shapes": bucket.shapes,
             "group_name": group,
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if flattened else None,
         }
         await self._update("/update_weights_from_distributed", body | update_options(version))
 
@@ -256,6 +259,13 @@ class SGLangEngine:
         """Load a model directory that the server can read, without a session. Raises WeightsMixed."""
         body = {"model_path": str(model)} | update_options(version)
         await self._transport.post("/update_weights_from_disk", body, timeout_s=self._config.read_timeout_s)
+
+    async def pull(self, target: Path, *, source: Path, version: int) -> None:
+        """Have every host of the server bring its copy of the model, in `target`, to this version of the stream of
+        deltas in `source`; rollouts continue. Needs slime's SGLang (its docker/patch/latest/sglang-pull_weights.patch).
+        Raises EngineRefused, also for a checksum that differs or a delta whose base is missing."""
+        body = {"local_checkpoint_dir": str(target), "source_dir": str(source), "target_version": version}
+        await self._transport.post("/pull_weights", body, timeout_s=self._config.read_timeout_s)
 
     async def relabel(self, version: PolicyVersion) -> None:
         """Change the version of the current weights; requests continue."""

@@ -307,7 +307,10 @@ async def test_a_push_can_be_cancelled_during_a_bucket(tmp_path: Path, write_mod
         assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
 
 
-@pytest.mark.parametrize(("wave", "phase"), [*((0, phase) for phase in Phase), (1, Phase.BROADCAST), (1, Phase.END)])
+@pytest.mark.parametrize(
+    ("wave", "phase"),
+    [*((0, phase) for phase in Phase if phase is not Phase.PULL), (1, Phase.BROADCAST), (1, Phase.END)],
+)
 async def test_a_failing_journal_ends_the_push_cleanly(
     rig, tiny_model_dir: Path, other_model: Path, wave: int, phase: Phase
 ) -> None:
@@ -319,7 +322,7 @@ async def test_a_failing_journal_ends_the_push_cleanly(
     with pytest.raises(OSError, match="the disk is full"):
         await rig.push(other_model, 1, before=at(phase, fail, wave))
     assert not rig.gate.closed
-    order = list(Phase)
+    order = [phase for phase in Phase if phase is not Phase.PULL]
     reached = wave + (order.index(phase) > order.index(Phase.BROADCAST))
     models = {OLD: tiny_model_dir, NEW: other_model}
     for number, (name, engine) in enumerate(rig.engines.items()):

@@ -124,7 +124,7 @@ async def test_phases_are_journalled_in_order_and_gates_enclose_the_pause(rig, m
     rig.journal.clear()
     rig.gate.log.clear()
     await rig.push(models[1], 4)
-    assert rig.journal == [(wave, phase.value) for wave in (0, 1) for phase in Phase]
+    assert rig.journal == [(wave, phase.value) for wave in (0, 1) for phase in Phase if phase is not Phase.PULL]
     assert rig.gate.log == ["close one", "open one", "close two", "open two"]
 
 

@@ -6,44 +6,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from headrace.policies.learners.slime.arguments import SlimeTerms
 from support import slime_rig as rig
 
 pytestmark = [pytest.mark.slime, pytest.mark.timeout(900), pytest.mark.usefixtures("slime_ray")]
-SHAPES: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor_parallel": 2, "arguments": ("--sequence-parallel",)},
-    "pipeline": {"pipeline_parallel": 2},
-}
 
 
-@pytest.fixture(scope="module")
-def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose heads, groups and layers two ranks can share."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    return rig.write_bf16_model(tmp_path_factory.mktemp("even") / "model", **sizes)
-
-
-def terms_of(folder: Path, model: Path, shape: dict[str, Any]) -> SlimeTerms:
-    more = shape.get("arguments", ())
-    arguments = (*rig.model_arguments(model), *rig.CPU_ARGUMENTS, *more)
-    return rig.terms(folder, model, slime={**shape, "arguments": arguments})
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ("tensor", "pipeline"))
 async def test_a_shape_trains_what_data_parallel_ranks_train(tmp_path: Path, even_model: Path, name: str) -> None:
     model = rig.read_model(even_model)
     first, second = (rig.make_batch(model, number) for number in range(2))
-    reference = terms_of(tmp_path / "reference", even_model, {})
+    reference = rig.terms(tmp_path / "reference", even_model)
     async with rig.open_learner(reference) as learner:
         await learner.open(None, epoch=1)
         expected = await learner.step(first)
 
-    terms = terms_of(tmp_path / "shape", even_model, SHAPES[name])
+    terms = rig.terms(tmp_path / "shape", even_model, slime=rig.shape_section(even_model, name))
     async with rig.open_learner(terms) as learner:
         await learner.open(None, epoch=1)
         loaded = await learner.snapshot()

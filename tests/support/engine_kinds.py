@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,18 @@ def engine_process(
     given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
     more = {"key_file": key_file, "report_times": report_times, "arguments": arguments, "traces_url": traces_url}
     return SGLangProcess(SGLangServerConfig.model_validate(given | more | {"max_context": CONTEXT}))
+
+
+def changed_sglang(folder: Path, **environment: str) -> Path:
+    """Write an interpreter whose SGLang is changed as `support.server_site` says, and return it. Skips the test where
+    SGLang is not installed."""
+    python = environment_python(SGLANG_VERSION)
+    if python is None:
+        pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install sglang, or scripts/test --sglang")
+    tests = Path(__file__).resolve().parents[1]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    path = f"export PYTHONPATH={tests / 'support' / 'server_site'}:{tests}:$PYTHONPATH"
+    script = folder / "python"
+    script.write_text("\n".join(("#!/bin/sh", path, *exports, f'exec {python} "$@"')) + "\n", encoding="utf-8")
+    script.chmod(0o755)
+    return script

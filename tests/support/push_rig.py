@@ -16,7 +16,7 @@ from headrace.policies.engine import Completion, EngineId, GenerateRequest, Requ
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.models.model_files import weight_files
 from headrace.policies.processes.server_process import EngineProcess, EngineProcessConfig
-from headrace.policies.push.contract import Gate, PushConfig, PushReport
+from headrace.policies.push.contract import Gate, PushConfig, PushReport, Trainer
 from headrace.policies.push.directories import DirectoryReaders, SnapshotDirectories
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import Phase, PushStep
@@ -89,6 +89,8 @@ class Rig:
         *,
         before: Callable[[int, Phase], Awaitable[None]] | None = None,
         gate: Gate | None = None,
+        trainer: Trainer | None = None,
+        backend: str = "",
         **config: object,
     ) -> PushReport:
         async def journal(push_id: str, step: PushStep) -> None:
@@ -97,8 +99,13 @@ class Rig:
                 await before(step.wave, step.phase)
 
         given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
+        if backend:
+            # Not one that a recipe may name.
+            given = given.model_copy(update={"backend": backend})
         engines, gates = list(self.engines.values()), gate or self.gate
-        return await push(weights, engines, self.sender, gates, journal, given, directories=self.directories)
+        return await push(
+            weights, engines, self.sender, gates, journal, given, directories=self.directories, trainer=trainer
+        )
 
     async def generate(self, name: str, request_id: str, tokens: int, namespace: str | None = None) -> Completion:
         request = GenerateRequest(

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
+from support.after_import import AfterImport
+
 TRIGGERS = frozenset({"slime", "megatron"})
 NUMPY_OF_SLIMES_IMAGE = "1.26.4"
 
@@ -54,10 +56,10 @@ def install() -> None:
 
     torch.set_num_threads(1)
     sys.meta_path.insert(0, _AbsentModules())
-    sys.meta_path.insert(0, _AfterImport("slime.backends.megatron_utils.initialize", _show_numpy_of_the_image))
-    sys.meta_path.insert(0, _AfterImport("slime.utils.reloadable_process_group", _name_collectives_as_this_torch))
+    sys.meta_path.insert(0, AfterImport("slime.backends.megatron_utils.initialize", _show_numpy_of_the_image))
+    sys.meta_path.insert(0, AfterImport("slime.utils.reloadable_process_group", _name_collectives_as_this_torch))
     # Not imported here: slime itself is just being imported.
-    sys.meta_path.insert(0, _AfterImport("slime.utils.accelerator", _register_cpu))
+    sys.meta_path.insert(0, AfterImport("slime.utils.accelerator", _register_cpu))
     _replace_cuda(torch)
 
 
@@ -131,31 +133,6 @@ class _Kernel:
 
 def _kernel(function: object = None, **_: object) -> object:
     return _Kernel() if callable(function) else _kernel
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Call `change` with one module right after its own code has run."""
-
-    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
-        self._name, self._change = name, change
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        execute: Any = spec.loader.exec_module
-
-        def execute_and_change(module: types.ModuleType) -> None:
-            execute(module)
-            self._change(module)
-
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
 
 
 def _show_numpy_of_the_image(initialize: Any) -> None:
@@ -271,8 +248,8 @@ def _register_cpu(accelerator: Any) -> None:
         def synchronize(self, device: object = None) -> None:
             """Return: nothing runs asynchronously."""
 
-        def current_stream(self, device: object = None) -> None:
-            return None
+        def current_stream(self, device: object = None) -> _Stream:
+            return _Stream()
 
         def empty_cache(self) -> None:
             """Return: the CPU has no cache of its own."""
@@ -290,7 +267,11 @@ def _register_cpu(accelerator: Any) -> None:
             return "gloo"
 
         def weight_update_backend(self, default: str = "nccl") -> str:
-            return "gloo"
+            if (name := os.environ.get("HEADRACE_TEST_BACKEND", "gloo")) == "lazy":
+                from support import lazy_backend
+
+                lazy_backend.register()
+            return name
 
         def resolve_visible_device_id(self, physical: object) -> int:
             return 0

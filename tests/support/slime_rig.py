@@ -27,9 +27,10 @@ from headrace.actors.record.files.run_directory import RunDirectory
 from headrace.actors.runtime.actors.runtime import RayRuntime
 from headrace.actors.runtime.pools.gateway import GatewayActor
 from headrace.actors.runtime.simulated.engines import SimulatedEngineGroup
-from headrace.actors.training.learner import LearnerLoop, LearnerLoopConfig
+from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.actors.training.replay import Replay
 from headrace.actors.training.slime_learner import SlimeLearner
+from headrace.actors.training.slime_loop import SlimeLoop
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.trajectories.types import (
     Batch,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 
     StartEngines = Callable[[RayRuntime, RunDirectory, Path], Awaitable["KeepingEngines | EngineGroup"]]
 
+TINY = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 RANKS = 2
 LABEL = "trainers"
 """Value of cluster.roles.learner."""
@@ -125,8 +127,29 @@ def model_arguments(model: Path) -> tuple[str, ...]:
     )
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "data": {},
+    "tensor": {"tensor_parallel": 2, "arguments": ("--sequence-parallel",)},
+    "pipeline": {"pipeline_parallel": 2},
+}
+"""Parallel sizes of two ranks."""
+
+
+def shape_section(model: Path, name: str) -> dict[str, Any]:
+    """Return the keys of [learner.slime] for a shape."""
+    more = SHAPES[name].get("arguments", ())
+    return {**SHAPES[name], "arguments": (*model_arguments(model), *CPU_ARGUMENTS, *more)}
+
+
 def terms(
-    folder: Path, model: Path, *, batch_size: int = 8, steps: int = 5, node_label: str = LABEL, **changes: Any
+    folder: Path,
+    model: Path,
+    *,
+    batch_size: int = 8,
+    steps: int = 5,
+    node_label: str = LABEL,
+    transport: str = "disk",
+    **changes: Any,
 ) -> SlimeTerms:
     """Return the terms of a learner on two logical GPUs; `changes` are keys of [learner]."""
     slime_dir, megatron_dir = checkouts() or (None, None)
@@ -155,6 +178,7 @@ def terms(
         batch_size=batch_size,
         temperature=TEMPERATURE,
         steps=steps,
+        transport=transport,
         node_label=node_label,
     )
 
@@ -219,23 +243,41 @@ async def keeping_engines(runtime: RayRuntime, directory: RunDirectory, model: P
 
 async def embedded_engine(runtime: RayRuntime, directory: RunDirectory, model: Path) -> EngineGroup:
     """Start a gateway and a group of one embedded engine, which reads each snapshot's directory itself."""
+    return await engine_group(runtime, directory, model, EnginesConfig(count=1, max_context_tokens=256))
+
+
+async def engine_group(
+    runtime: RayRuntime, directory: RunDirectory, model: Path, engines: EnginesConfig, **push: Any
+) -> EngineGroup:
+    """Start a gateway and a group of engines, to which the learner's actor may send weights."""
     gateway = await runtime.spawn(
         GatewayActor,
-        GatewayConfig(tokenizer_dir=model, engine_keys=EngineKeyFiles(own=directory.engine_key)),
+        # No agent takes part, and a random model has no tokenizer.
+        GatewayConfig(tokenizer_dir=TINY, engine_keys=EngineKeyFiles(own=directory.engine_key)),
         address_file=directory.path / "gateway.json",
         observing=observing(directory),
         name="gateway",
     )
     return await runtime.spawn(
         EngineGroup,
-        EnginesConfig(count=1, max_context_tokens=256, health_timeout_s=30.0),
-        PushConfig.model_validate({"transport": "disk", "phase_timeout_s": 60.0, "read_timeout_s": 60.0}),
+        engines.model_copy(update={"health_timeout_s": 30.0}),
+        PushConfig.model_validate(
+            {
+                "transport": "disk",
+                "phase_timeout_s": 60.0,
+                "read_timeout_s": 60.0,
+                "local_checkpoint_dir": directory.path / "copies",
+                **push,
+            }
+        ),
         gateways=[gateway],
         metrics=observing(directory).metrics(),
         model_dir=model,
         seed=1,
         observing=observing(directory),
         runtime=runtime,
+        learner=runtime.named("learner"),
+        snapshots=(directory.weights, directory.checkpoints),
         name="engines",
     )
 
@@ -308,10 +350,10 @@ class SlimeRun:
     """Number of rollouts, from the first, whose behaviour log-probabilities make the gradient infinite."""
     offered: int = 0
 
-    async def learner(self) -> LearnerLoop:
+    async def learner(self) -> SlimeLoop:
         """Start the learner's actor."""
         return await self.runtime.spawn(
-            LearnerLoop,
+            SlimeLoop,
             self.config,
             self.terms,
             replay=self.replay,

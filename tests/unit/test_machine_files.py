@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
+from headrace.actors.run.config import own_transport
 from headrace.actors.run.overlays import layered, load_layered
 from headrace.actors.simulation.virtual.plan import make_plan, plan_keys
 from support.machine_files import MACHINES, examples
@@ -130,3 +131,38 @@ def test_a_simulation_takes_the_sizes_of_a_recipe() -> None:
 def test_machine_files_of_a_simulation_need_a_recipe() -> None:
     told = CliRunner().invoke(app, ["simulate", "--on", str(files("tau", "64gpu")[1][0])])
     assert str(told.exception) == "--on: machine files are merged over a recipe; name one with --recipe"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport"),
+    [
+        ((), "nccl"),
+        (("engines.data_parallel=2", "engines.tensor_parallel=2"), "delta"),
+        (("push.transport=delta",), "delta"),
+        (("push.transport=disk",), "disk"),
+    ],
+)
+def test_slime_pushes_in_the_way_that_engines_take(tmp_path: Path, overrides: tuple[str, ...], transport: str) -> None:
+    path, on = files("tau", "64gpu")
+    assert own_transport(load_layered(path, on, [*examples(on[0]), *overrides], tmp_path)) == transport
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("push.transport=nccl", "learner.kind=megatron"), "push.transport nccl is slime's"),
+        (("push.transport=nccl", "engines.device=cpu"), "push.transport nccl needs engines on GPUs"),
+        (
+            ("push.transport=delta", "engines.backend=cpu", "engines.device=cpu", "engines.tensor_parallel=1"),
+            "push.transport delta needs slime's SGLang",
+        ),
+        (
+            ("push.transport=nccl", "engines.data_parallel=2", "engines.tensor_parallel=2"),
+            "push.transport nccl with engines.data_parallel 2",
+        ),
+    ],
+)
+def test_a_push_that_cannot_work_is_refused(tmp_path: Path, overrides: tuple[str, ...], named: str) -> None:
+    path, on = files("tau", "64gpu")
+    with pytest.raises(ConfigError, match=named):
+        load_layered(path, on, [*examples(on[0]), *overrides], tmp_path)

@@ -36,5 +36,5 @@ def test_a_snapshot_has_shards_or_a_directory_but_not_both(tmp_path: Path) -> No
     assert WeightsSnapshot(version=version, directory=directory).shards == ()
     assert WeightsSnapshot(version=version, directory=directory).files == ()
     shard = WeightsShard(path=tmp_path / "model.safetensors", sha256="0")
-    with pytest.raises(ValueError, match=r"snapshot 1\.2 has shards and a directory"):
+    with pytest.raises(ValueError, match=r"snapshot 1\.2 has its weights in two forms"):
         WeightsSnapshot(version=version, shards=(shard,), directory=directory)

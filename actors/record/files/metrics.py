@@ -163,6 +163,24 @@ class MismatchMetric(Metric):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PushDemotion(Metric):
+    """The run goes on with another `push.transport`, because slime's own failed. Written by the learner."""
+
+    kind = "push_demotion"
+
+    transport: str
+    """Transport from now on: `delta` or `disk`."""
+    version: str
+    """Policy version of the learner at that time, `epoch.step`."""
+    reason: str
+    """Reason for it."""
+
+    def line(self) -> str:
+        """Return the record as a line of the log."""
+        return f"weights are pushed by {self.transport} from version {self.version} on: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushMetric(Metric):
     """One weight push to the engines."""
 

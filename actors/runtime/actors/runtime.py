@@ -353,6 +353,13 @@ class Host:
         finally:
             self._running.discard(call_id)
 
+    async def call_raising(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """Do what `call` does for code that waits with `ray.get`, see `reference`."""
+        value = await self.call(uuid.uuid4().hex, method, args, kwargs)
+        if isinstance(value, _Raised):
+            raise value.error
+        return value
+
     async def knows(self, call_id: str) -> bool:
         """Return True if this call is running in this actor."""
         return call_id in self._running
@@ -441,6 +448,16 @@ class ActorProxy:
 
     def __repr__(self) -> str:
         return f"ActorProxy({self._name})"
+
+
+def reference(actor: object, method: str, *args: Any) -> Any:
+    """Begin a call of an actor, and return Ray's reference to its result, for code of others that waits with `ray.get`:
+    that raises the method's error. Blocks to look the actor up."""
+    import ray
+
+    proxy = cast("ActorProxy", actor)
+    handle = ray.get_actor(proxy._name, proxy._namespace or None)  # noqa: SLF001 - the proxy is ours
+    return handle.call_raising.remote(method, args, {})
 
 
 def _proxy_of(name: str, namespace: str) -> ActorProxy:
@@ -617,10 +634,14 @@ class RayRuntime:
         """Return True if `spawn` found the actor already running, spawned by another process."""
         return cast("ActorProxy", actor)._name in self._found  # noqa: SLF001 - the proxy is ours
 
+    def named(self, name: str) -> Any:
+        """Return the proxy of an actor that need not be running yet."""
+        return ActorProxy(self._prefix + name, namespace=self._namespace)
+
     async def find(self, cls: type[T], name: str) -> T:
         """Return the named actor, which another process spawned. Raises ActorLost if there is none."""
         require_async(cls)
-        proxy = ActorProxy(self._prefix + name, namespace=self._namespace)
+        proxy = self.named(name)
         await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("T", proxy)
 

@@ -135,8 +135,15 @@ class SlimeTerms:
     """sampling.temperature."""
     steps: int
     """training.steps."""
+    transport: str = "disk"
+    """Way of the weights to the engines: nccl, delta or disk."""
     node_label: str | None = None
     """Role of the nodes with the GPUs that train (cluster.roles.learner); None on a local Ray."""
+
+    @property
+    def deltas_dir(self) -> Path:
+        """Folder of slime's stream of deltas."""
+        return self.learner.snapshot_dir.with_name("deltas")
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -268,10 +275,20 @@ def _model(terms: SlimeTerms, load: Path) -> tuple[Flag, ...]:
         Flag(name="--hidden-dropout", values=("0.0",), decided_by="headrace, which trains without dropout"),
         Flag(name="--no-save-rng", decided_by="headrace, which trains without dropout"),
         Flag(name="--no-load-rng", decided_by="headrace, which trains without dropout"),
-        Flag(name="--update-weight-transport", values=("disk",), decided_by=_ENGINES),
-        Flag(name="--update-weight-mode", values=("full",), decided_by=_ENGINES),
-        Flag(name="--update-weight-disk-dir", values=(str(learner.snapshot_dir),), decided_by="the run directory"),
+        *_pushes(terms),
     )
+
+
+def _pushes(terms: SlimeTerms) -> tuple[Flag, ...]:
+    key, transport = "push.transport", terms.transport
+    values = {
+        "--update-weight-transport": "nccl" if transport == "nccl" else "disk",
+        "--update-weight-mode": "delta" if transport == "delta" else "full",
+        "--update-weight-disk-dir": str(terms.deltas_dir if transport == "delta" else terms.learner.snapshot_dir),
+        # Each engine host has its own, which slime's ranks never see.
+        "--update-weight-local-checkpoint-dir": "push.local_checkpoint_dir",
+    }
+    return tuple(Flag(name=name, values=(value,), decided_by=key) for name, value in values.items())
 
 
 def _objective(terms: SlimeTerms) -> tuple[Flag, ...]:

@@ -34,6 +34,20 @@ SLIME_USED: Final[Mapping[str, Mapping[str, str | None]]] = {
         "MegatronTrainRayActor.save_model": "self rollout_id force_sync",
         "MegatronTrainRayActor._get_rollout_data": "self rollout_data_ref",
     },
+    **{
+        f"slime/backends/megatron_utils/update_weight/{file}.py": {
+            f"{name}.connect_rollout_engines": (
+                "self rollout_engines rollout_engine_lock engine_gpu_counts engine_gpu_offsets engine_parallel_configs"
+            ),
+            f"{name}.update_weights": "self",
+        }
+        for file, name in (
+            ("update_weight_from_distributed", "UpdateWeightFromDistributed"),
+            ("update_weight_from_disk_delta", "UpdateWeightFromDiskDelta"),
+        )
+    },
+    "slime/ray/utils.py": {"Lock.acquire": "self", "Lock.release": "self"},
+    "slime/utils/distributed_utils.py": {"get_gloo_group": ""},
     "slime/backends/megatron_utils/hf_checkpoint_saver.py": {
         "save_hf_model_to_path": "args output_dir model model_name quantization_config progress_desc",
     },
